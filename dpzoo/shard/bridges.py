@@ -1,0 +1,235 @@
+"""The differentiable ways between plain tensors, shards and layouts.
+
+Invariants: `_local_tensor` is never part of a graph; the gradient of a tensor has its layout (whole where the value was
+partial). The backward of each bridge is another bridge called as a differentiable function, so second order works.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpzoo.shard import collectives as comm
+from dpzoo.shard import gradients
+from dpzoo.shard.collectives import Wanted
+from dpzoo.shard.errors import ShardError
+from dpzoo.shard.partition import Sizes
+from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
+from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.transfer import move
+
+
+def grad_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """Layout of the gradient of a tensor: where its value is a sum of parts, every part gets the whole gradient."""
+    if not spec.is_partial:
+        return spec
+    if any(isinstance(c, str) and c not in ("sum", "avg") for c in spec.cuts):
+        raise ShardError(f"the gradient of {spec.describe()} is not defined: only sum and avg can be differentiated")
+    return spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts))
+
+
+def partial_over(spec: ShardTensorSpec, axes: tuple[int, ...]) -> ShardTensorSpec:
+    """The spec of a value of which each rank of `axes` holds a summand."""
+    return spec.like(cuts=tuple("sum" if a in axes else c for a, c in enumerate(spec.cuts)))
+
+
+# ---------------------------------------------------------------------- local -> global
+def from_shard(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """The global tensor with this shard; differentiable in `local`."""
+    if local.requires_grad and torch.is_grad_enabled():
+        return _FromShard.apply(local, spec)
+    return wrap(local.detach() if local.requires_grad else local, spec)
+
+
+class _FromShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+        ctx.spec = spec
+        return wrap(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        spec = ctx.spec
+        g_local = to_shard(as_sharded(g, spec), grad_spec(spec))
+        for axis, cut in enumerate(spec.cuts):
+            if cut == "avg":
+                g_local = g_local / spec.layout.shape[axis]
+        return g_local, None
+
+
+def as_sharded(g: Tensor, like: ShardTensorSpec) -> ShardTensor:
+    """A gradient as a ShardTensor: C++ formulas and users may hand in a plain, global one."""
+    if isinstance(g, ShardTensor):
+        return g
+    return from_shard(g, like.replicated().for_local(g))
+
+
+# ---------------------------------------------------------------------- global -> local
+def to_shard(x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...] = ()) -> Tensor:
+    """The local tensor of `x` in the layout `spec`; differentiable.
+
+    Args:
+        sum_axes: axes over which the ranks use the value for different parts of the work, so that their gradients add.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _ToShard.apply(x, spec, sum_axes)
+    return move(x._local_tensor, x._spec, spec)
+
+
+class _ToShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
+        ctx.spec, ctx.src, ctx.sum_axes = spec, x._spec, sum_axes
+        return move(x._local_tensor, x._spec, spec).detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        spec = grad_spec(ctx.spec)
+        if ctx.sum_axes:
+            spec = partial_over(spec, ctx.sum_axes)
+        if g.dtype is not spec.dtype:
+            spec = spec.of_dtype(g.dtype)
+        return relayout(from_shard(g, spec), grad_spec(ctx.src)), None, None
+
+
+# ---------------------------------------------------------------------- layout -> layout
+def relayout(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+    """`x` in the layout of `spec` (its dtype and strides follow `x`); differentiable."""
+    if x._spec is spec or (x._spec.cuts == spec.cuts and x._spec.sizes == spec.sizes):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Relayout.apply(x, spec)
+    return _relayout(x, spec)
+
+
+def _relayout(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+    target = x._spec.like(cuts=spec.cuts, sizes=spec.sizes)
+    local = move(x._local_tensor, x._spec, target)
+    if local is x._local_tensor:
+        local = local.detach()
+    return wrap(local, target if local.stride() == x._local_tensor.stride() else target.for_local(local))
+
+
+class _Relayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+        ctx.src = x._spec
+        return _relayout(x, spec)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return relayout(as_sharded(g, ctx.src), grad_spec(ctx.src)), None
+
+
+# ---------------------------------------------------------------------- plain -> local
+def plain_to_shard(p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
+    """This rank's part of a plain tensor that every rank holds whole; its gradient is complete on every rank."""
+    if p.requires_grad and torch.is_grad_enabled():
+        return _PlainToShard.apply(p, spec, sum_axes)
+    return _slice(p, spec)
+
+
+def _slice(p: Tensor, spec: ShardTensorSpec) -> Tensor:
+    for dim, axis in spec.cut_dims.items():
+        p = p.narrow(dim, spec.local_start(axis), spec.sizes[axis][spec.layout.coords[axis]])
+    return p
+
+
+class _PlainToShard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
+        ctx.spec, ctx.sum_axes, ctx.defer = spec, sum_axes, gradients.may_defer()
+        return _slice(p.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        spec, axes = ctx.spec, ctx.sum_axes
+        if not axes and spec.is_replicated:
+            return g, None, None
+        if spec.is_replicated and ctx.defer:
+            groups = tuple(spec.layout.groups[a] for a in axes if spec.layout.shape[a] > 1)
+            if not groups:
+                return g, None, None
+            if gradients.collect(ctx.next_functions[0][0], g, groups):
+                return None, None, None
+        full = spec.replicated()
+        return to_shard(from_shard(g, partial_over(spec, axes)), full), None, None
+
+
+# ---------------------------------------------------------------------- local -> local, with communication
+def fetch(local: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+    """Rank r receives the global intervals `wanted[r]` of `dim`; backward sends every piece home and adds it there."""
+    if local.requires_grad and torch.is_grad_enabled():
+        return _Fetch.apply(local, dim, sizes, wanted, group)
+    return comm.exchange(local, dim, sizes, wanted, group)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+        ctx.args = (dim, sizes, wanted, group)
+        out = comm.exchange(local, dim, sizes, wanted, group)
+        return out.detach() if out is local else out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _send_home(g, *ctx.args), None, None, None, None
+
+
+def _send_home(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+    if g.requires_grad and torch.is_grad_enabled():
+        return _SendHome.apply(g, dim, sizes, wanted, group)
+    return comm.exchange_back(g, dim, sizes, wanted, group)
+
+
+class _SendHome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+        ctx.args = (dim, sizes, wanted, group)
+        return comm.exchange_back(g, dim, sizes, wanted, group)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> Any:
+        return fetch(gg, *ctx.args), None, None, None, None
+
+
+def sum_over(local: Tensor, groups: tuple[str, ...], *, shared: bool = True) -> Tensor:
+    """The sum of the ranks' summands, on every rank.
+
+    Args:
+        shared: True if every rank goes on to do the same with the sum (its gradient is then whole on each of them);
+            False if each rank uses it for its own part (the gradients of the parts are added).
+    """
+    if not groups:
+        return local
+    return _SumOver.apply(local, groups, shared)
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, groups: tuple[str, ...], shared: bool) -> Tensor:
+        ctx.groups, ctx.shared = groups, shared
+        out = gradients.sum_over(local, groups)
+        return out.detach() if out is local else out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return (g if ctx.shared else sum_over(g, ctx.groups)), None, None
+
+
+def stack_over(local: Tensor, spec: ShardTensorSpec, axes: tuple[int, ...]) -> Tensor:
+    """The ranks' tensors of one shape, stacked along a new dim 0; every rank then does the same with the stack."""
+    for axis in axes:
+        local = _StackOver.apply(local, spec.layout.groups[axis], spec.layout.shape[axis], spec.layout.coords[axis])
+    return local.flatten(0, len(axes) - 1) if len(axes) > 1 else local
+
+
+class _StackOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: str, n: int, me: int) -> Tensor:
+        ctx.me = me
+        return comm.all_gather_v(local.unsqueeze(0), 0, (1,) * n, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g[ctx.me], None, None, None

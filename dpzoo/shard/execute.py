@@ -1,0 +1,131 @@
+"""The one executor: bring every operand to where the plan wants it, run the local op, wrap what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpzoo.shard import collectives as comm
+from dpzoo.shard.bridges import from_shard, plain_to_shard, relayout, sum_over, to_shard
+from dpzoo.shard.plan import Dims, Operand, choose, layout_of
+from dpzoo.shard.spec import REPLICATED, ShardTensorSpec, stride_like
+from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.transfer import move
+
+
+class _Entry:
+    """How one operand reaches the local op."""
+
+    __slots__ = ("index", "move_from", "spec", "sum_axes")
+
+    def __init__(self, index: int, spec: ShardTensorSpec, sum_axes: tuple[int, ...], move_from: ShardTensorSpec | None) -> None:
+        self.index, self.spec, self.sum_axes, self.move_from = index, spec, sum_axes, move_from
+
+    def fetch(self, t: Tensor, grad: bool) -> Tensor:
+        if isinstance(t, ShardTensor):
+            if grad and t.requires_grad:
+                return to_shard(t, self.spec, self.sum_axes)
+            return t._local_tensor if self.move_from is None else move(t._local_tensor, self.move_from, self.spec)
+        if grad and t.requires_grad:
+            return plain_to_shard(t, self.spec, self.sum_axes)
+        return plain_to_shard(t, self.spec, ()) if not self.spec.is_replicated else t
+
+
+class _Exit:
+    """How one local output becomes a global tensor; its spec is made at the first run and reused."""
+
+    __slots__ = ("cuts", "groups", "home", "layout", "sizes", "spec")
+
+    def __init__(self, layout: Any, cuts: Any, sizes: Any, groups: tuple[str, ...], home: Any) -> None:
+        self.layout, self.cuts, self.sizes, self.groups, self.home = layout, cuts, sizes, groups, home
+        self.spec: ShardTensorSpec | None = None
+
+    def leave(self, local: Tensor) -> Tensor:
+        spec = self.spec
+        if spec is None or spec.dtype is not local.dtype:
+            spec = self.spec = self._spec_of(local)
+        if local.requires_grad:
+            out = from_shard(sum_over(local, self.groups), spec)
+        else:
+            for group in self.groups:
+                local = comm.all_reduce(local, group)
+            out = wrap(local, spec)
+        return relayout(out, spec.like(cuts=self.home[0], sizes=self.home[1])) if self.home is not None else out
+
+    def _spec_of(self, local: Tensor) -> ShardTensorSpec:
+        shape = list(local.shape)
+        for axis, cut in enumerate(self.cuts):
+            if cut != REPLICATED:
+                shape[cut] = sum(self.sizes[axis])
+        return ShardTensorSpec.make(self.layout, self.cuts, self.sizes, shape, local.dtype, stride_like(shape, local))
+
+
+class CompiledPlan:
+    """A planned call: cached on the layouts and static arguments of its operands."""
+
+    __slots__ = ("entries", "exits", "gathered", "local")
+
+    def __init__(self, local: Callable[..., Any], entries: list[_Entry], exits: list[_Exit], gathered: int) -> None:
+        self.local, self.entries, self.exits, self.gathered = local, entries, exits, gathered
+
+    def run(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+        """Execute; `func`, `args` and `kwargs` only serve the report of a gather."""
+        if self.gathered:
+            from dpzoo.shard.fallback import note_gather
+
+            note_gather(func, args, kwargs, self.gathered)
+        grad = torch.is_grad_enabled()
+        out = self.local(*[e.fetch(tensors[e.index], grad) for e in self.entries])
+        if isinstance(out, Tensor):
+            return self.exits[0].leave(out)
+        left = [x.leave(o) for x, o in zip(self.exits, out, strict=True)]
+        return type(out)(left) if type(out) in (tuple, list) else type(out)(tuple(left))
+
+
+def compile_plan(func: Any, dims: Dims, tensors: Sequence[Tensor], order: Sequence[int]) -> CompiledPlan:
+    """Solve the dims of a call and prepare everything that can be prepared once."""
+    layout = same_mesh(func, tensors)
+    specs = [t._spec if isinstance(t, ShardTensor) else None for t in tensors]
+    operands = [Operand(tuple(t.shape), t.dtype.itemsize, s) for t, s in zip(tensors, specs, strict=True)]
+    choices = choose(layout, operands, dims)
+    entries = []
+    for i, (t, spec, labels) in enumerate(zip(tensors, specs, dims.operands, strict=True)):
+        cuts, sizes = layout_of(labels, choices)
+        sum_axes = tuple(a for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED)
+        target = ShardTensorSpec.make(layout, cuts, sizes, t.shape, t.dtype, spec.stride if spec is not None else None)
+        same = spec is not None and (spec.cuts, spec.sizes) == (cuts, sizes)
+        entries.append(_Entry(order[i], spec if same and spec is not None else target, sum_axes, None if same else spec))
+    gathered = sum(
+        op.nbytes
+        for op, labels in zip(operands, dims.operands, strict=True)
+        if any(c.gathers and op.is_cut(a) for a, c in enumerate(choices))
+    )
+    return CompiledPlan(dims.local, entries, [_exit(layout, labels, dims, choices) for labels in dims.outputs], gathered)
+
+
+def _exit(layout: Any, labels: Any, dims: Dims, choices: Any) -> _Exit:
+    cuts, sizes = layout_of(labels, choices)
+    for axis, c in enumerate(choices):
+        assert c.label is None or cuts[axis] != REPLICATED or c.label in dims.sums, f"label {c.label} is lost: declare it whole"
+    groups = tuple(
+        layout.groups[a] for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED and layout.shape[a] > 1
+    )
+    home = layout_of(labels, choices, home=True)
+    return _Exit(layout, cuts, sizes, groups, home if home != (cuts, sizes) else None)
+
+
+def same_mesh(func: Any, tensors: Sequence[Tensor]) -> Any:
+    """The mesh of the sharded operands; raises `LayoutError` when they live on different ones."""
+    layouts = {t._spec.layout: None for t in tensors if isinstance(t, ShardTensor)}
+    if len(layouts) > 1:
+        from dpzoo.shard.diagnose import op_name, operands_text, where
+        from dpzoo.shard.errors import LayoutError
+
+        raise LayoutError(
+            f"{op_name(func)}{where()}: operands live on different meshes {list(layouts)} ({operands_text(tensors)}); bring them "
+            "onto one mesh, e.g. full_tensor() and scatter_tensor"
+        )
+    return next(iter(layouts))

@@ -1,0 +1,147 @@
+"""Gradients of plain tensors (weights): complete on every rank when `backward()` returns.
+
+An op on shards gives each rank its part of a weight's gradient. For a leaf weight the parts are collected in buckets,
+summed over the group while backward goes on, and added to `.grad` by an engine callback at the end; so the parts never
+mix with what other, unsharded uses of the same weight add to `.grad`. Where somebody reads the gradient earlier
+(hooks on the weight, `autograd.grad`, second order, DDP, non-leaf tensors) it is summed at once instead.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dpzoo.shard import collectives as comm
+
+BUCKET_BYTES = 25 * 2**20
+_mode = "bucket"
+
+
+@contextmanager
+def grad_sync(mode: str) -> Iterator[None]:
+    """How weight gradients are summed: "bucket" (default: asynchronous, coalesced) or "eager" (each one at once).
+
+    Use "eager" when something reads `weight.grad` before `backward()` returns and registers no hook on the weight.
+    """
+    global _mode
+    if mode not in ("bucket", "eager"):
+        raise ValueError(f"grad_sync takes 'bucket' or 'eager', got {mode!r}")
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def may_defer() -> bool:
+    """Asked in forward: inside a DDP forward the reducer reads gradients as they arrive, so they must be complete."""
+    return _mode == "bucket" and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+
+
+def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """The sum over all the groups, at once."""
+    for group in groups:
+        g = comm.all_reduce(g, group)
+    return g
+
+
+def collect(node: Any, g: Tensor, groups: tuple[str, ...]) -> bool:
+    """Take over the partial gradient `g` of the leaf behind `node`; False if it must be summed at once.
+
+    Every rank answers alike: the graph, the hooks and the mode are the same on all ranks.
+    """
+    if torch.is_grad_enabled() or not hasattr(node, "variable"):
+        return False
+    weight = node.variable
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return False
+    try:
+        runs = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # the leaf is an input of autograd.grad, which hands the gradient out itself
+        return False
+    if runs:
+        _task().add(weight, g, groups)
+    return True  # not run: backward(inputs=...) does not ask for this weight, nothing to sum
+
+
+@dataclass
+class _Bucket:
+    """Partial gradients that travel together."""
+
+    groups: tuple[str, ...]
+    items: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    def launch(self) -> None:
+        """Start the sum over the first group."""
+        grads = [g.reshape(-1) for _, g in self.items]
+        self.flat = torch.cat(grads) if len(grads) > 1 else grads[0].clone()
+        self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
+
+    def finish(self) -> None:
+        """Wait, sum over the other groups, and add to `.grad`."""
+        assert self.flat is not None
+        if self.work is not None:
+            self.work.wait()
+        flat, at = sum_over(self.flat, self.groups[1:]), 0
+        for weight, _ in self.items:
+            g = flat[at : at + weight.numel()].view(weight.shape)
+            at += weight.numel()
+            if weight.untyped_storage().nbytes() == 0 and weight.numel():
+                raise RuntimeError(
+                    "a sharded weight was freed before its gradient was summed over the domain mesh; "
+                    "run forward and backward under dpzoo.shard.grad_sync('eager')"
+                )
+            weight.grad = g if weight.grad is None else weight.grad + g
+
+
+class _Task:
+    """The buckets of one backward pass."""
+
+    def __init__(self) -> None:
+        self._open: dict[Any, _Bucket] = {}
+        self._sent: list[_Bucket] = []
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def add(self, weight: Tensor, g: Tensor, groups: tuple[str, ...]) -> None:
+        key = (groups, g.dtype, g.device)
+        bucket = self._open.setdefault(key, _Bucket(groups))
+        bucket.items.append((weight, g))
+        bucket.nbytes += g.numel() * g.element_size()
+        if bucket.nbytes >= BUCKET_BYTES:
+            self._send(self._open.pop(key))
+
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.launch()
+        self._sent.append(bucket)
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            for bucket in self._open.values():
+                self._send(bucket)
+            for bucket in self._sent:
+                bucket.finish()
+        self._open.clear()
+        self._sent.clear()
+
+
+_tasks: OrderedDict[int, _Task] = OrderedDict()
+
+
+def _task() -> _Task:
+    """The collector of the running backward pass (nested passes have their own)."""
+    key = torch._C._current_graph_task_id()
+    found = _tasks.get(key)
+    if found is None:
+        found = _tasks[key] = _Task()
+        while len(_tasks) > 16:  # finished or failed passes
+            _tasks.popitem(last=False)
+    return found

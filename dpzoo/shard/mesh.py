@@ -1,0 +1,58 @@
+"""The mesh as the core sees it: names and integers, so that a spec can be hashed, copied and pickled.
+
+A `MeshLayout` is interned: the same device mesh gives the same object. It holds no ProcessGroup; groups are found by name.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dpzoo.shard.errors import LayoutError
+
+_POOL: dict[tuple[Any, ...], "MeshLayout"] = {}
+
+
+class MeshLayout:
+    """Shape, group names and this rank's coordinates of one `DeviceMesh`."""
+
+    __slots__ = ("__weakref__", "axes", "coords", "device_mesh", "device_type", "groups", "names", "ranks", "shape")
+
+    device_mesh: DeviceMesh
+    device_type: str
+    shape: tuple[int, ...]
+    axes: range
+    names: tuple[str, ...] | None
+    ranks: tuple[int, ...]
+    groups: tuple[str, ...]
+    coords: tuple[int, ...]
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> "MeshLayout":
+        """The interned layout of `mesh`; raises `LayoutError` on a rank outside the mesh."""
+        if not isinstance(mesh, DeviceMesh):
+            raise LayoutError(f"expected a torch DeviceMesh (see init_device_mesh), got {type(mesh).__name__}")
+        coords = mesh.get_coordinate()
+        if coords is None:
+            raise LayoutError(f"rank {dist.get_rank()} is not part of {mesh}; only ranks of the mesh may use its tensors")
+        groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        names = mesh.mesh_dim_names
+        key = (mesh.device_type, tuple(mesh.shape), names, ranks, groups, tuple(coords))
+        found = _POOL.get(key)
+        if found is None:
+            found = MeshLayout.__new__(MeshLayout)
+            found.device_mesh, found.device_type, found.names = mesh, mesh.device_type, names
+            found.shape, found.axes, found.ranks = tuple(mesh.shape), range(mesh.ndim), ranks
+            found.groups, found.coords = groups, tuple(coords)
+            if len(_POOL) >= 1024:
+                _POOL.clear()
+            _POOL[key] = found
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MeshLayout":
+        return self
+
+    def __repr__(self) -> str:
+        names = self.names or tuple(f"axis {i}" for i in self.axes)
+        return "mesh(" + ", ".join(f"{n}={s}" for n, s in zip(names, self.shape, strict=True)) + ")"

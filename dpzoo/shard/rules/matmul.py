@@ -1,0 +1,259 @@
+"""Products: linear, matmul and its relatives, einsum. A cut contraction leaves partial sums, which are added at once."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpzoo.shard import gradients
+from dpzoo.shard.bridges import as_sharded, to_shard
+from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.plan import Dims, Labels
+from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
+from dpzoo.shard.spec import ShardTensorSpec
+from dpzoo.shard.tensor import ShardTensor, wrap
+
+
+# ---------------------------------------------------------------------- linear
+class _Linear(torch.autograd.Function):
+    """x @ w.T + b on shards of any but the last dim, as one node: the shape of most of a transformer's time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, w: Tensor, b: Tensor | None, out: ShardTensorSpec, axes: tuple[int, ...]) -> ShardTensor:
+        ctx.save_for_backward(x, w)
+        ctx.axes, ctx.defer, ctx.out = axes, gradients.may_defer(), out
+        return wrap(F.linear(x._local_tensor, w, b), out)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        g = as_sharded(g, ctx.out)
+        if torch.is_grad_enabled():
+            return _linear_backward_differentiable(g, x, w, need_x, need_w, need_b)
+        spec = ctx.out
+        local = g._local_tensor if g._spec.cuts == spec.cuts and g._spec.sizes == spec.sizes else to_shard(g, spec)
+        gx = wrap(local @ w, x._spec.for_local(local)) if need_x else None
+        flat = local.reshape(-1, local.shape[-1]) if local.ndim != 2 else local
+        gw = _weight_grad(ctx, 1, flat.t() @ x._local_tensor.reshape(-1, x.shape[-1]), x._spec) if need_w else None
+        gb = _weight_grad(ctx, 2, flat.sum(0), x._spec) if need_b else None
+        return gx, gw, gb, None, None
+
+
+def _weight_grad(ctx: Any, position: int, g: Tensor, spec: ShardTensorSpec) -> Tensor | None:
+    """The complete gradient of a weight, or None when it is summed later, in a bucket."""
+    groups = tuple(spec.layout.groups[a] for a in ctx.axes)
+    if not groups:
+        return g
+    if ctx.defer and gradients.collect(ctx.next_functions[position][0], g, groups):
+        return None
+    return gradients.sum_over(g, groups)
+
+
+def _linear_backward_differentiable(g: ShardTensor, x: ShardTensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool) -> Any:
+    """The same in terms of sharded ops, for second derivatives."""
+    gx = torch.matmul(g, w) if need_x else None
+    dims = list(range(g.ndim - 1))
+    gw = torch.tensordot(g, x, (dims, dims)).full_tensor() if need_w else None
+    gb = (g.sum(dims) if dims else g).full_tensor() if need_b else None
+    return gx, gw, gb, None, None
+
+
+_LINEAR: dict[tuple[ShardTensorSpec, int], tuple[ShardTensorSpec, tuple[int, ...]]] = {}
+
+
+def _linear_layout(spec: ShardTensorSpec, features: int) -> tuple[ShardTensorSpec, tuple[int, ...]]:
+    found = _LINEAR.get((spec, features))
+    if found is None:
+        if len(_LINEAR) > 4096:
+            _LINEAR.clear()
+        axes = tuple(a for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
+        found = _LINEAR[spec, features] = (spec.like(shape=(*spec.shape[:-1], features)), axes)
+    return found
+
+
+def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`F.linear` with any mix of operands; plain weights and an uncut last dim take the one-node path."""
+    input, weight, bias = _linear_args(*args, **kwargs)
+    if isinstance(input, ShardTensor):
+        spec = input._spec
+        plain = not isinstance(weight, ShardTensor) and weight.__class__ in _PLAIN and (bias is None or bias.__class__ in _PLAIN)
+        if plain and spec.ndim - 1 not in spec.cuts and not spec.is_partial and weight.ndim == 2 and not _autocast(input):
+            if weight.shape[1] == spec.shape[-1] and weight.dtype is spec.dtype:
+                out, axes = _linear_layout(spec, weight.shape[0])
+                if torch.is_grad_enabled():
+                    return _Linear.apply(input, weight, bias, out, axes)
+                return wrap(F.linear(input._local_tensor, weight, bias), out)
+    if bias is not None and _contraction_cut(input, weight):
+        return RULE_OF["linear"](func, types, (input, weight), {}) + bias
+    return RULE_OF["linear"](func, types, (input, weight, bias), {})
+
+
+def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _autocast(t: Tensor) -> bool:
+    return torch.is_autocast_enabled(t.device.type)
+
+
+def _contraction_cut(x: Tensor, w: Tensor) -> bool:
+    return any(isinstance(t, ShardTensor) and t.ndim - 1 in t._spec.cuts for t in (x, w))
+
+
+@rule(name="linear")
+def _linear_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Dims:
+    batch: Labels = tuple(range(input.ndim - 1))
+    w: Labels = ("o", "i") if weight.ndim == 2 else ("i",)
+    operands: list[Labels] = [(*batch, "i"), w, *([w[:-1]] if bias is not None else [])]
+    return Dims(operands, [(*batch, *w[:-1])], F.linear, sums=frozenset("i") if bias is None else frozenset(), whole=frozenset() if bias is None else frozenset("i"))
+
+
+from dpzoo.shard.tensor import FUNCTIONS  # noqa: E402
+
+FUNCTIONS[F.linear] = linear
+FUNCTIONS[torch._C._nn.linear] = linear
+
+
+# ---------------------------------------------------------------------- matmul
+@rule(*spellings("matmul", "__matmul__", "mm", "bmm", "mv", "dot", "vdot", "inner_1d"))
+def matmul(input: Tensor, other: Tensor) -> Dims | None:
+    """Batched products with broadcasting batch dims."""
+    if input.ndim == 0 or other.ndim == 0 or input.dtype.is_complex or other.dtype.is_complex:
+        return None
+    a, b, out = _matmul_labels(tuple(input.shape), tuple(other.shape))
+    return Dims([a, b], [out], torch.matmul, sums=frozenset("k"))
+
+
+def _matmul_labels(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
+    n = max(len(x), len(y)) - 2
+    batch = torch.broadcast_shapes(x[:-2], y[:-2]) if len(x) > 1 and len(y) > 1 else (x[:-2] if len(x) > 1 else y[:-2])
+
+    def lead(shape: tuple[int, ...]) -> Labels:
+        dims = shape[:-2]
+        return tuple(None if size == 1 and batch[n - len(dims) + i] != 1 else n - len(dims) + i for i, size in enumerate(dims))
+
+    a: Labels = (*lead(x), "m", "k") if len(x) > 1 else ("k",)
+    b: Labels = (*lead(y), "k", "n") if len(y) > 1 else ("k",)
+    out: Labels = (*range(n), *(["m"] if len(x) > 1 else []), *(["n"] if len(y) > 1 else []))
+    return a, b, out if max(len(x), len(y)) > 1 else ()
+
+
+@handler(torch.Tensor.__rmatmul__, name="rmatmul")
+def rmatmul(func: Any, self: Tensor, other: Tensor) -> Any:
+    """`plain @ sharded`."""
+    return torch.matmul(other, self)
+
+
+def _added(name: str, product: Any) -> None:
+    @handler(*spellings(name), name=name)
+    def answer(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+        result = product(a, b)
+        result = result if alpha == 1 else result * alpha
+        total = result.expand(torch.broadcast_shapes(input.shape, result.shape)) if beta == 0 else result + (input if beta == 1 else input * beta)
+        if out is not None:
+            out.copy_(total)
+            return out
+        return total
+
+
+_added("addmm", torch.mm)
+_added("addmv", torch.mv)
+_added("baddbmm", torch.bmm)
+_added("addbmm", lambda a, b: torch.bmm(a, b).sum(0))
+_added("addr", lambda a, b: a.unsqueeze(-1) * b)
+
+
+@handler(*spellings("outer", "ger"), name="outer")
+def outer(func: Any, input: Tensor, vec2: Tensor, *, out: Any = None) -> Any:
+    """Outer product of two vectors."""
+    if input.ndim != 1 or vec2.ndim != 1 or out is not None:
+        return gather_call(func, (), (input, vec2), {} if out is None else {"out": out})
+    return input.unsqueeze(-1) * vec2
+
+
+@handler(*spellings("inner"), name="inner")
+def inner(func: Any, input: Tensor, other: Tensor, *, out: Any = None) -> Any:
+    """Contract the last dims."""
+    if out is not None or input.ndim == 0 or other.ndim == 0:
+        return gather_call(func, (), (input, other), {} if out is None else {"out": out})
+    return torch.tensordot(input, other, ([-1], [-1]))
+
+
+# ---------------------------------------------------------------------- einsum
+def _einsum_labels(equation: str, ndims: list[int]) -> tuple[list[list[str]], list[str]] | None:
+    """One letter per dim; the dims of an ellipsis get letters of their own. None for what the rule leaves to torch."""
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ndims):
+        return None
+    spare = [c for c in string.ascii_letters if c not in equation]
+    lead = max((n - len(t.replace("...", "")) for t, n in zip(terms, ndims, strict=True) if "..." in t), default=0)
+    dots = spare[:lead]
+
+    def expand(term: str, n: int) -> list[str]:
+        if "..." not in term:
+            return list(term)
+        k = n - len(term.replace("...", ""))
+        before, _, after = term.partition("...")
+        return [*before, *dots[lead - k :], *after]
+
+    operands = [expand(t, n) for t, n in zip(terms, ndims, strict=True)]
+    if any(len(o) != n for o, n in zip(operands, ndims, strict=True)):
+        return None
+    if arrow:
+        return operands, expand(right, len(right.replace("...", "")) + lead)
+    flat = [c for o in operands for c in o]
+    return operands, dots + sorted(c for c in set(flat) if flat.count(c) == 1 and c not in dots)
+
+
+@rule(torch.functional.einsum, torch.einsum)
+def einsum(equation: Any, *operands: Any) -> Dims | None:
+    """Letters are labels; a letter that is summed may be cut."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or any(t.dtype.is_complex for t in operands):
+        return None
+    found = _einsum_labels(equation, [t.ndim for t in operands])
+    if found is None:
+        return None
+    labels, out = found
+    sizes: dict[str, int] = {}
+    for t, names in zip(operands, labels, strict=True):
+        for c, n in zip(names, t.shape, strict=True):
+            sizes[c] = max(sizes.get(c, 1), n)
+    cut_names: list[Labels] = [
+        tuple(c if n == sizes[c] else None for c, n in zip(names, t.shape, strict=True)) for t, names in zip(operands, labels, strict=True)
+    ]
+    repeated = frozenset(c for names in labels for c in names if names.count(c) > 1)
+    alone = frozenset(c for c in sizes if c not in out)
+    text = ",".join("".join(n) for n in labels) + "->" + "".join(out)
+    return Dims(cut_names, [tuple(out)], lambda *ts: torch.einsum(text, *ts), whole=repeated, sums=alone - repeated)
+
+
+@handler(*spellings("tensordot"), torch.functional.tensordot, name="tensordot")
+def tensordot(func: Any, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Any:
+    """Contract given dims, as an einsum."""
+    if isinstance(dims, Tensor) or out is not None:
+        return gather_call(func, (), (a, b, dims), {} if out is None else {"out": out})
+    if isinstance(dims, int):
+        left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
+    else:
+        left, right = [d % a.ndim for d in dims[0]], [d % b.ndim for d in dims[1]]
+    names = string.ascii_letters
+    x = list(names[: a.ndim])
+    y = list(names[a.ndim : a.ndim + b.ndim])
+    for i, j in zip(left, right, strict=True):
+        y[j] = x[i]
+    kept = [c for d, c in enumerate(x) if d not in left] + [c for d, c in enumerate(y) if d not in right]
+    return torch.einsum(f"{''.join(x)},{''.join(y)}->{''.join(kept)}", a, b)
+
+

@@ -1,0 +1,94 @@
+"""Small pieces that several rule families share: dims of reductions, and an op that runs on the shards as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpzoo.shard.bridges import from_shard, to_shard
+from dpzoo.shard.partition import Sizes
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, stride_like
+from dpzoo.shard.tensor import ShardTensor
+
+
+def normal_dims(dim: Any, ndim: int) -> tuple[int, ...]:
+    """The dims that a `dim` argument means: None and () are all of them; raises IndexError like torch."""
+    if dim is None or (isinstance(dim, (tuple, list)) and not dim):
+        return tuple(range(ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(normal_dim(d, ndim) for d in dims)
+
+
+def normal_dim(dim: int, ndim: int) -> int:
+    """A dim counted from the front; raises IndexError like torch."""
+    n = max(ndim, 1)
+    if not -n <= dim < n:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})")
+    return dim % n
+
+
+def whole_values(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The layout with partial sums added up."""
+    if not spec.is_partial:
+        return spec
+    return spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts))
+
+
+def on_shards(x: ShardTensor, op: Callable[[Tensor], Tensor], cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensor:
+    """Run `op` on the shard as it is; the result is cut as told. Differentiable."""
+    return global_of(op(to_shard(x, whole_values(x._spec))), x._spec, cuts, sizes)
+
+
+def global_of(local: Tensor, like: ShardTensorSpec, cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensor:
+    """The global tensor that these local tensors make up, on the mesh of `like`. Differentiable."""
+    shape = list(local.shape)
+    for axis, cut in enumerate(cuts):
+        if isinstance(cut, int) and cut >= 0:
+            shape[cut] = sum(sizes[axis])
+    return from_shard(local, ShardTensorSpec.make(like.layout, cuts, sizes, shape, local.dtype, stride_like(shape, local)))
+
+
+def layout_without(spec: ShardTensorSpec, dims: Sequence[int], keepdim: bool) -> tuple[list[Cut], list[Sizes]]:
+    """Cuts and sizes after `dims` are reduced away."""
+    cuts, sizes = [], []
+    for cut, size in zip(spec.cuts, spec.sizes, strict=True):
+        gone = isinstance(cut, str) or cut == REPLICATED or cut in dims
+        cuts.append(REPLICATED if gone else cut if keepdim else cut - sum(d < cut for d in dims))  # type: ignore[operator]
+        sizes.append(() if gone else size)
+    return cuts, sizes
+
+
+def cut_axes(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
+    """Mesh axes of more than one rank that cut one of `dims`."""
+    return tuple(a for a, c in enumerate(spec.cuts) if isinstance(c, int) and c in dims and c >= 0 and spec.layout.shape[a] > 1)
+
+
+def groups_of(spec: ShardTensorSpec, axes: Sequence[int]) -> tuple[str, ...]:
+    """Group names of mesh axes."""
+    return tuple(spec.layout.groups[a] for a in axes)
+
+
+def fill_empty(local: Tensor, dims: Sequence[int], value: Any) -> Tensor:
+    """A shard without elements gets one row of `value` along each empty dim in `dims`; the graph stays connected."""
+    for d in dims:
+        if local.ndim and local.shape[d] == 0:
+            row = [*local.shape[:d], 1, *local.shape[d + 1 :]]
+            local = torch.cat([local, local.new_full(row, value)], d)
+    return local
+
+
+def lowest(dtype: torch.dtype) -> Any:
+    """Smallest value: what the maximum of nothing is."""
+    if dtype is torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Any:
+    """Largest value: what the minimum of nothing is."""
+    if dtype is torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -1,0 +1,208 @@
+"""`assert_parity`: does code that runs on shards compute what it computes on one device?
+
+Every rank runs the code twice: on plain full tensors, and on ShardTensors cut as told. Outputs and gradients of the
+second run are collected from the ranks' own data and compared with the first run, in float64 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from dpzoo.shard import ShardTensor
+from dpzoo.testing.assembling import ParityError, gather_over_mesh
+from dpzoo.testing.comparing import Entry, Limits, compare_all
+from dpzoo.testing.cutting import Cut, InputPlacement, InputSizes, cut_tensor, plan_cut
+from dpzoo.testing.meshes import domain_mesh
+
+
+def assert_parity(
+    module_or_fn: nn.Module | Callable[..., Any],
+    inputs: Any | Sequence[Any],
+    placements: InputPlacement | Sequence[InputPlacement],
+    sizes: InputSizes | Sequence[InputSizes] = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    rtol: float | None = None,
+    atol: float | None = None,
+    grads: bool = True,
+    loss: Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+) -> None:
+    """Compare `module_or_fn(*inputs)` on shards with the same call on full tensors. All ranks of `mesh` call it.
+
+    Compared are: output values, shapes, dtypes and structure; every rank's local shape with its spec; `full_tensor()`;
+    the loss; input gradients (ShardTensors cut like the input); gradients of plain inputs and of parameters (plain,
+    complete, the same bits on every rank); the module's buffers.
+
+    Args:
+        module_or_fn: an nn.Module (copied and converted to `dtype`) or a function.
+        inputs: a tensor, or a tuple or list of arguments. Tensors are full and the same on every rank; other values are
+            passed as they are.
+        placements: how an input is cut: a dim, `Shard(dim)`, `Replicate()`, or None for a plain tensor; on a mesh of
+            several axes a tuple with one entry per axis. A list with one for each argument when there are several.
+        sizes: per input the shard sizes, e.g. `(5, 9, 3)`, or a layout of `dpzoo.testing.LAYOUTS`; a name alone holds
+            for all inputs. The default is "even".
+        mesh: the device mesh; all ranks of the task on one axis by default.
+        dtype: what floating inputs and the module are converted to; None leaves them.
+        rtol, atol: tolerances; by default those of `dpzoo.testing.comparing.TOLERANCES`.
+        grads: also run backward and compare gradients, if any output on one device needs one.
+        loss: makes a scalar of the outputs; by default every floating output times a fixed random tensor, summed.
+        seed: for torch's generator before each of the two runs.
+
+    Raises:
+        ParityError: on every rank, naming the first output or gradient that differs and where.
+    """
+    __tracebackhide__ = True
+    mesh = domain_mesh() if mesh is None else mesh
+    job = _Parity(module_or_fn, mesh, dtype, grads, loss or contract, seed)
+    job.take_inputs(inputs, placements, sizes)
+    job.check_that_ranks_agree()
+    expected = job.run()
+    found = job.run(like=expected)
+    gathered = gather_over_mesh([(entry.name, entry.packed()) for entry in found], mesh)
+    try:
+        compare_all(expected, found, gathered, tuple(mesh.shape), Limits(dtype, rtol, atol))
+    except ParityError as error:
+        error.add_note(job.describe())
+        raise
+
+
+def contract(outputs: Any) -> Tensor:
+    """The default loss: `(output * w).sum()` over all outputs that need a gradient, with fixed random w."""
+    generator = torch.Generator().manual_seed(20240229)
+    total = None
+    for output in pytree.tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.requires_grad:
+            real = torch.float64 if output.dtype in (torch.float64, torch.complex128) else torch.float32
+            weight = torch.randn(tuple(output.shape), generator=generator, dtype=real).to(output.device)
+            term = (output * weight.to(output.dtype)).sum()
+            term = term.real if term.is_complex() else term
+            total = term if total is None else total + term
+    if total is None:
+        raise ValueError("no output needs a gradient")
+    return total
+
+
+@dataclass
+class _Parity:
+    """One comparison: what to call, on what, and how it is cut."""
+
+    module_or_fn: nn.Module | Callable[..., Any]
+    mesh: DeviceMesh
+    dtype: torch.dtype | None
+    grads: bool
+    loss: Callable[[Any], Tensor]
+    seed: int
+    inputs: list[Any] = field(default_factory=list)
+    cuts: list[Cut | None] = field(default_factory=list)
+
+    def take_inputs(self, inputs: Any, placements: Any, sizes: Any) -> None:
+        """Convert the inputs to the dtype and device of the run and plan the cut of each."""
+        if not isinstance(inputs, (list, tuple)):
+            inputs, placements, sizes = [inputs], [placements], [sizes]
+        placements = list(placements) if isinstance(placements, (list, tuple)) else [placements] * len(inputs)
+        sizes = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * len(inputs)
+        if not len(inputs) == len(placements) == len(sizes):
+            raise ValueError(
+                f"assert_parity: {len(inputs)} inputs, {len(placements)} placements and {len(sizes)} sizes; "
+                "give one of each per input (or one name of a layout for all)"
+            )
+        for value, placement, size in zip(inputs, placements, sizes, strict=True):
+            is_tensor = isinstance(value, Tensor)
+            self.inputs.append(self._converted(value) if is_tensor else value)
+            self.cuts.append(plan_cut(value.shape, self.mesh.shape, placement, size) if is_tensor else None)
+
+    def check_that_ranks_agree(self) -> None:
+        """A test whose ranks start from different numbers compares nothing; say so instead."""
+        tensors = {f"input {i}": value for i, value in enumerate(self.inputs) if isinstance(value, Tensor)}
+        if isinstance(self.module_or_fn, nn.Module):
+            state = self.module_or_fn.state_dict()
+            tensors |= {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        marks = {name: (tuple(t.shape), str(t.dtype), t.detach().sum().item()) for name, t in tensors.items()}
+        everyone = gather_over_mesh(repr(sorted(marks.items())), self.mesh)
+        if len(set(everyone.values())) > 1:
+            raise ValueError(
+                "assert_parity: inputs or weights differ between ranks; make them from the same seed on every rank. "
+                f"Found, by mesh coordinate: {everyone}"
+            )
+
+    def run(self, like: list[Entry] | None = None) -> list[Entry]:
+        """Call, and backward when asked; everything that is compared, in order.
+
+        Args:
+            like: None runs on full tensors. The result of that, to run on shards; outputs that differ from it in kind
+                end the run before backward, which could not work or would hide the difference.
+        """
+        runnable = self._runnable()
+        arguments = [
+            self._argument(value, None if like is None else cut)
+            for value, cut in zip(self.inputs, self.cuts, strict=True)
+        ]
+        torch.manual_seed(self.seed)
+        with torch.set_grad_enabled(self.grads):
+            outputs = runnable(*arguments)
+        entries = [self._output(path, value) for path, value in pytree.tree_flatten_with_path(outputs)[0]]
+        if like is not None and [e.kind for e in entries] != [e.kind for e in like[: len(entries)]]:
+            return entries
+        if self.grads and (self.loss is not contract or any(entry.needs_grad for entry in entries)):
+            entries += self._gradients(runnable, arguments, outputs)
+        if isinstance(runnable, nn.Module):
+            entries += [Entry(f"buffer {name}", buffer) for name, buffer in runnable.named_buffers()]
+        return entries
+
+    def _gradients(
+        self, runnable: nn.Module | Callable[..., Any], arguments: list[Any], outputs: Any
+    ) -> Iterator[Entry]:
+        loss = self.loss(outputs)
+        loss.backward()
+        yield Entry("loss", loss.item())
+        for i, (argument, cut) in enumerate(zip(arguments, self.cuts, strict=True)):
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                yield Entry(f"gradient of input {i}", argument.grad, "plain" if cut is None else "cut", cut)
+        if isinstance(runnable, nn.Module):
+            for name, parameter in runnable.named_parameters():
+                yield Entry(f"gradient of {name}", parameter.grad, "plain")
+
+    def describe(self) -> str:
+        """The inputs and how they are cut, one line each."""
+        lines = []
+        for i, (value, cut) in enumerate(zip(self.inputs, self.cuts, strict=True)):
+            if isinstance(value, Tensor):
+                lines.append(f"  input {i}: shape {tuple(value.shape)}, {'plain' if cut is None else cut}")
+        return "\n".join([f"  mesh {tuple(self.mesh.shape)}", *lines])
+
+    def _converted(self, value: Tensor) -> Tensor:
+        value = value.detach().to(self.mesh.device_type)
+        if self.dtype is None or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value.to(torch.complex128 if value.is_complex() and self.dtype == torch.float64 else self.dtype)
+
+    def _runnable(self) -> nn.Module | Callable[..., Any]:
+        if not isinstance(self.module_or_fn, nn.Module):
+            return self.module_or_fn
+        module = copy.deepcopy(self.module_or_fn).to(self.mesh.device_type)
+        module.zero_grad()
+        return module if self.dtype is None else module.to(self.dtype)
+
+    def _argument(self, value: Any, cut: Cut | None) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        argument = value.clone() if cut is None else cut_tensor(value, self.mesh, cut)
+        needs_grad = self.grads and (value.is_floating_point() or value.is_complex())
+        return argument.requires_grad_(True) if needs_grad else argument
+
+    def _output(self, path: Any, value: Any) -> Entry:
+        name = f"output{pytree.keystr(path)}"
+        if not isinstance(value, Tensor):
+            return Entry(name, value)
+        full = value.detach().full_tensor() if isinstance(value, ShardTensor) else None
+        return Entry(name, value, needs_grad=value.requires_grad, full=full)
