@@ -1,7 +1,13 @@
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+if "RANK" in os.environ:
+    # Processes started by torchrun would tidy up each other's temporary folders.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix=f"dpzoo-rank{os.environ['RANK']}-")
 
 
 @pytest.fixture(scope="session", autouse=True)

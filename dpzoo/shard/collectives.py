@@ -64,7 +64,8 @@ def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
 
 # ---------------------------------------------------------------------- movement
 def _bytes(t: Tensor) -> Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+    t = t.detach().contiguous()  # may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses
+    return t.as_strided((t.numel(),), (1,), t.storage_offset()).view(torch.uint8)
 
 
 def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, group: ProcessGroup) -> list[Tensor]:

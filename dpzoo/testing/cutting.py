@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,15 +55,13 @@ def plan_cut(
     if placement is None:
         return None
     axes = len(mesh_shape)
-    per_axis = list(placement) if isinstance(placement, (list, tuple)) else [placement]
+    per_axis = list(placement) if isinstance(placement, Sequence) else [placement]
     if len(per_axis) != axes:
         raise ValueError(
             f"placement {placement!r} has {len(per_axis)} entries for a mesh of {axes} axes; give one per axis"
         )
     dims = tuple(_dim_of(entry, len(shape)) for entry in per_axis)
-    named = sizes is None or isinstance(sizes, str)
-    alone = not named and all(isinstance(size, int) for size in sizes or ())
-    entries = [sizes] * axes if named or (alone and axes == 1) else list(sizes or ())
+    entries = _sizes_per_axis(sizes, axes)
     if len(entries) != axes:
         raise ValueError(f"sizes {sizes!r} has {len(entries)} entries for a mesh of {axes} axes; give one per axis")
     cuts = [
@@ -76,7 +75,8 @@ def cut_tensor(full: Tensor, mesh: DeviceMesh, cut: Cut) -> ShardTensor:
     """This rank's shard of `full`, which every rank has, as a ShardTensor; no communication."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, f"this rank is not in {mesh}"
-    local, shapes = full.detach(), {}
+    local = full.detach()
+    shapes: dict[int, Sequence[Sequence[int]]] = {}
     for axis, (dim, sizes) in enumerate(zip(cut.dims, cut.sizes, strict=True)):
         if dim is not None and sizes is not None:
             begin = sum(sizes[: coordinate[axis]])
@@ -106,6 +106,13 @@ def _dim_of(entry: AxisPlacement, ndim: int) -> int | None:
             f"can not cut dim {dim!r} of a tensor with {ndim} dims; use a dim, Shard(dim), Replicate() or None"
         )
     return dim % ndim
+
+
+def _sizes_per_axis(sizes: InputSizes, axes: int) -> list[Any]:
+    if sizes is None or isinstance(sizes, str):
+        return [sizes] * axes
+    is_one_cut = axes == 1 and all(isinstance(size, int) for size in sizes)
+    return [sizes] if is_one_cut else list(sizes)
 
 
 def _axis_sizes(n: int, ranks: int, entry: AxisSizes | int, turn: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from dpzoo.shard import ShardTensor
+from dpzoo.shard import strict as strict_rules
 from dpzoo.testing.assembling import ParityError, gather_over_mesh
 from dpzoo.testing.comparing import Entry, Limits, compare_all
 from dpzoo.testing.cutting import Cut, InputPlacement, InputSizes, cut_tensor, plan_cut
@@ -36,6 +38,7 @@ def assert_parity(
     grads: bool = True,
     loss: Callable[[Any], Tensor] | None = None,
     seed: int = 0,
+    strict: bool = False,
 ) -> None:
     """Compare `module_or_fn(*inputs)` on shards with the same call on full tensors. All ranks of `mesh` call it.
 
@@ -57,13 +60,14 @@ def assert_parity(
         grads: also run backward and compare gradients, if any output on one device needs one.
         loss: makes a scalar of the outputs; by default every floating output times a fixed random tensor, summed.
         seed: for torch's generator before each of the two runs.
+        strict: an op that has no rule and would gather raises `MissingShardPatch`, in forward and in backward.
 
     Raises:
         ParityError: on every rank, naming the first output or gradient that differs and where.
     """
     __tracebackhide__ = True
     mesh = domain_mesh() if mesh is None else mesh
-    job = _Parity(module_or_fn, mesh, dtype, grads, loss or contract, seed)
+    job = _Parity(module_or_fn, mesh, dtype, grads, loss or contract, seed, strict)
     job.take_inputs(inputs, placements, sizes)
     job.check_that_ranks_agree()
     expected = job.run()
@@ -102,6 +106,7 @@ class _Parity:
     grads: bool
     loss: Callable[[Any], Tensor]
     seed: int
+    strict: bool
     inputs: list[Any] = field(default_factory=list)
     cuts: list[Cut | None] = field(default_factory=list)
 
@@ -148,7 +153,7 @@ class _Parity:
             for value, cut in zip(self.inputs, self.cuts, strict=True)
         ]
         torch.manual_seed(self.seed)
-        with torch.set_grad_enabled(self.grads):
+        with torch.set_grad_enabled(self.grads), self._rules_only():
             outputs = runnable(*arguments)
         entries = [self._output(path, value) for path, value in pytree.tree_flatten_with_path(outputs)[0]]
         if like is not None and [e.kind for e in entries] != [e.kind for e in like[: len(entries)]]:
@@ -162,8 +167,9 @@ class _Parity:
     def _gradients(
         self, runnable: nn.Module | Callable[..., Any], arguments: list[Any], outputs: Any
     ) -> Iterator[Entry]:
-        loss = self.loss(outputs)
-        loss.backward()
+        with self._rules_only():
+            loss = self.loss(outputs)
+            loss.backward()
         yield Entry("loss", loss.item())
         for i, (argument, cut) in enumerate(zip(arguments, self.cuts, strict=True)):
             if isinstance(argument, Tensor) and argument.requires_grad:
@@ -171,6 +177,9 @@ class _Parity:
         if isinstance(runnable, nn.Module):
             for name, parameter in runnable.named_parameters():
                 yield Entry(f"gradient of {name}", parameter.grad, "plain")
+
+    def _rules_only(self) -> AbstractContextManager[None]:
+        return strict_rules() if self.strict else nullcontext()
 
     def describe(self) -> str:
         """The inputs and how they are cut, one line each."""
@@ -204,5 +213,5 @@ class _Parity:
         name = f"output{pytree.keystr(path)}"
         if not isinstance(value, Tensor):
             return Entry(name, value)
-        full = value.detach().full_tensor() if isinstance(value, ShardTensor) else None
+        full = value.full_tensor().detach() if isinstance(value, ShardTensor) else None
         return Entry(name, value, needs_grad=value.requires_grad, full=full)

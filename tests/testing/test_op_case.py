@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from dpzoo.shard import ShardTensor
+from dpzoo.shard import MissingShardPatch, ShardTensor
 from dpzoo.testing import OpCase, ParityError, distributed, op_test, run_case
 
 CASES = [
@@ -22,6 +24,8 @@ CASES = [
 
 WRONG = OpCase("wrong when uneven", fn=lambda x: wrong_when_uneven(x), shape=(8,), shard=0, subgroups=False)
 
+NO_RULE = OpCase("op without a rule", fn=torch.linalg.svdvals, shape=(2, 4, 3), shard=0)
+
 test_rows = op_test(CASES)
 
 
@@ -35,6 +39,13 @@ def test_failing_row_names_case_and_layout():
     with pytest.raises(ParityError) as caught:
         run_case(WRONG, "2")
     assert "OpCase 'wrong when uneven', layout 'uneven'" in caught.value.__notes__[-1]
+
+
+@distributed(ranks=2)
+def test_a_row_that_only_gathers_must_say_so():
+    run_case(replace(NO_RULE, gathers=True), "2")
+    with pytest.raises(MissingShardPatch):
+        run_case(NO_RULE, "2")
 
 
 def test_walks():

@@ -108,7 +108,8 @@ def _sdpa_rule(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
     def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.numel() == 0:  # torch asks for at least one query: keep the graph and the shape
-            return q.sum() * 0 + k.sum() * 0 + v.sum() * 0 + v.new_zeros((*torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]), q.shape[-2], v.shape[-1]))
+            used = [t.sum() * 0 for t in (q, k, v, mask) if t is not None and t.is_floating_point()]
+            return sum(used) + v.new_zeros((*torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]), q.shape[-2], v.shape[-1]))
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 
     return Dims(operands, [(*range(len(batch)), "n", "e")], local, whole=frozenset(whole))
