@@ -1,4 +1,6 @@
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ import pytest
 if "RANK" in os.environ:
     # Processes started by torchrun would tidy up each other's temporary folders.
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.mkdtemp(prefix=f"dpzoo-rank{os.environ['RANK']}-")
+    atexit.register(shutil.rmtree, os.environ["PYTEST_DEBUG_TEMPROOT"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

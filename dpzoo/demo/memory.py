@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dpzoo.demo.data import ForecastPairs
+
 
 def activation_bytes(forward: Callable[[], object], model: nn.Module) -> int:
     """Bytes of this rank's tensors that `forward` keeps for backward; storages are counted once, weights not at all."""
@@ -38,11 +40,12 @@ def _peak_bytes() -> int:
 class PeakMemory:
     """Peak resident memory of this process above its level when this object was made.
 
-    The first optimizer step of a process imports a large part of torch; a step on a throwaway weight is made first, so
-    that this counts as start-up and not as memory of the run.
+    The first optimizer step of a process imports a large part of torch, the first read imports zarr. Both happen here
+    first, on throwaway objects, so that they count as start-up and not as memory of the run.
     """
 
     def __init__(self) -> None:
+        ForecastPairs([0])[0]
         weight = nn.Parameter(torch.ones(1))
         weight.square().backward()
         torch.optim.AdamW([weight]).step()

@@ -5,7 +5,6 @@ Ordinary torch code runs on it: each op finds a rule, the rule says what each ra
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dpzoo.shard import rules as _rules
 from dpzoo.shard.errors import (
     GatherWarning,
     LayoutError,
@@ -19,6 +18,7 @@ from dpzoo.shard.gradients import grad_sync
 from dpzoo.shard.manager import DistributedManager
 from dpzoo.shard.random import manual_seed
 from dpzoo.shard.ring import RingPassingConfig, perform_ring_iteration
+from dpzoo.shard.rules.attention import attention_mode
 from dpzoo.shard.scatter import scatter, scatter_tensor
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.synchronize import sync_module_over_mesh
@@ -39,6 +39,7 @@ __all__ = [
     "ShardTensorSpec",
     "TensorPromotionMode",
     "UndeterminedShardingError",
+    "attention_mode",
     "grad_sync",
     "manual_seed",
     "perform_ring_iteration",
@@ -48,4 +49,3 @@ __all__ = [
     "strict",
     "sync_module_over_mesh",
 ]
-_ = _rules

@@ -64,6 +64,13 @@ def as_sharded(g: Tensor, like: ShardTensorSpec) -> ShardTensor:
     return from_shard(g, like.replicated().for_local(g))
 
 
+def shard_of_grad(g: Tensor, spec: ShardTensorSpec) -> Tensor:
+    """The local tensor of a gradient in the layout of the value it belongs to."""
+    if isinstance(g, ShardTensor) and g._spec.cuts == spec.cuts and g._spec.sizes == spec.sizes:
+        return g._local_tensor
+    return to_shard(as_sharded(g, spec), spec)
+
+
 # ---------------------------------------------------------------------- global -> local
 def to_shard(x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...] = ()) -> Tensor:
     """The local tensor of `x` in the layout `spec`; differentiable.

@@ -50,15 +50,21 @@ def classify(op: Any) -> Handler:
 
 # ---------------------------------------------------------------------- pointwise
 def _pointwise(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    spec = None
+    spec, local = None, []
     for a in args:
-        if isinstance(a, Tensor):
-            if not isinstance(a, ShardTensor) or (spec is not None and a._spec is not spec):
+        if isinstance(a, ShardTensor):
+            if spec is None:
+                spec = a._spec
+            elif a._spec is not spec:
                 return _aligned(op, args, kwargs)
-            spec = a._spec
-    if spec is None or spec.is_partial or any(isinstance(v, Tensor) for v in kwargs.values()):
+            local.append(a._local_tensor)
+        elif isinstance(a, Tensor):
+            return _aligned(op, args, kwargs)
+        else:
+            local.append(a)
+    if spec is None or spec.is_partial or (kwargs and any(isinstance(v, Tensor) for v in kwargs.values())):
         return _aligned(op, args, kwargs)
-    out = op(*[a._local_tensor if isinstance(a, ShardTensor) else a for a in args], **kwargs)
+    out = op(*local, **kwargs)
     if isinstance(out, Tensor):
         return wrap(out, spec.for_local(out))
     return type(out)(wrap(o, spec.for_local(o)) for o in out)

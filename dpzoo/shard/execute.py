@@ -29,9 +29,9 @@ class _Entry:
             if grad and t.requires_grad:
                 return to_shard(t, self.spec, self.sum_axes)
             return t._local_tensor if self.move_from is None else move(t._local_tensor, self.move_from, self.spec)
-        if grad and t.requires_grad:
+        if grad and t.requires_grad and (self.sum_axes or not self.spec.is_replicated):
             return plain_to_shard(t, self.spec, self.sum_axes)
-        return plain_to_shard(t, self.spec, ()) if not self.spec.is_replicated else t
+        return t if self.spec.is_replicated else plain_to_shard(t, self.spec, ())
 
 
 class _Exit:
@@ -94,7 +94,9 @@ def compile_plan(func: Any, dims: Dims, tensors: Sequence[Tensor], order: Sequen
     entries = []
     for i, (t, spec, labels) in enumerate(zip(tensors, specs, dims.operands, strict=True)):
         cuts, sizes = layout_of(labels, choices)
-        sum_axes = tuple(a for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED)
+        sum_axes = tuple(
+            a for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED and layout.shape[a] > 1
+        )
         target = ShardTensorSpec.make(layout, cuts, sizes, t.shape, t.dtype, spec.stride if spec is not None else None)
         same = spec is not None and (spec.cuts, spec.sizes) == (cuts, sizes)
         entries.append(_Entry(order[i], spec if same and spec is not None else target, sum_axes, None if same else spec))

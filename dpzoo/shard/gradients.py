@@ -56,18 +56,39 @@ def collect(node: Any, g: Tensor, groups: tuple[str, ...]) -> bool:
 
     Every rank answers alike: the graph, the hooks and the mode are the same on all ranks.
     """
-    if torch.is_grad_enabled() or not hasattr(node, "variable"):
+    if torch.is_grad_enabled():
         return False
-    weight = node.variable
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    try:
+        weight = node.variable
+    except AttributeError:  # not a leaf
+        return False
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return False
     try:
         runs = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the leaf is an input of autograd.grad, which hands the gradient out itself
         return False
     if runs:
-        _task().add(weight, g, groups)
+        (_tasks.get(torch._C._current_graph_task_id()) or _new_task()).add(weight, g, groups)
     return True  # not run: backward(inputs=...) does not ask for this weight, nothing to sum
+
+
+def weight_grad(ctx: Any, position: int, g: Tensor, groups: tuple[str, ...]) -> Tensor | None:
+    """What a Function returns for its plain input at `position`: the complete gradient, or None if it is summed later."""
+    if not groups:
+        return g
+    if ctx.defer and collect(ctx.next_functions[position][0], g, groups):
+        return None
+    return sum_over(g, groups)
+
+
+def again(ctx: Any, rule: Any, tensors: tuple[Tensor | None, ...], g: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward of a one-node op for second derivatives: run the planned rule again and differentiate through it."""
+    used = [t for t, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed and t is not None]
+    with torch.enable_grad():
+        out = rule(*tensors)
+    found = iter(torch.autograd.grad(out, used, g, create_graph=True))
+    return tuple(next(found) if needed and t is not None else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=False))
 
 
 @dataclass
@@ -82,8 +103,7 @@ class _Bucket:
 
     def launch(self) -> None:
         """Start the sum over the first group."""
-        grads = [g.reshape(-1) for _, g in self.items]
-        self.flat = torch.cat(grads) if len(grads) > 1 else grads[0].clone()
+        self.flat = torch._C._nn.flatten_dense_tensors([g for _, g in self.items])  # type: ignore[attr-defined]
         self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
 
     def finish(self) -> None:
@@ -91,16 +111,16 @@ class _Bucket:
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
-        flat, at = sum_over(self.flat, self.groups[1:]), 0
-        for weight, _ in self.items:
-            g = flat[at : at + weight.numel()].view(weight.shape)
-            at += weight.numel()
-            if weight.untyped_storage().nbytes() == 0 and weight.numel():
+        flat = sum_over(self.flat, self.groups[1:])
+        weights = [w for w, _ in self.items]
+        for weight, g in zip(weights, torch._C._nn.unflatten_dense_tensors(flat, weights), strict=True):  # type: ignore[attr-defined]
+            if weight.data_ptr() == 0 and weight.numel():
                 raise RuntimeError(
                     "a sharded weight was freed before its gradient was summed over the domain mesh; "
                     "run forward and backward under dpzoo.shard.grad_sync('eager')"
                 )
-            weight.grad = g if weight.grad is None else weight.grad + g
+            before = weight.grad
+            weight.grad = g if before is None else before + g
 
 
 class _Task:
@@ -113,7 +133,9 @@ class _Task:
 
     def add(self, weight: Tensor, g: Tensor, groups: tuple[str, ...]) -> None:
         key = (groups, g.dtype, g.device)
-        bucket = self._open.setdefault(key, _Bucket(groups))
+        bucket = self._open.get(key)
+        if bucket is None:
+            bucket = self._open[key] = _Bucket(groups)
         bucket.items.append((weight, g))
         bucket.nbytes += g.numel() * g.element_size()
         if bucket.nbytes >= BUCKET_BYTES:
@@ -136,12 +158,9 @@ class _Task:
 _tasks: OrderedDict[int, _Task] = OrderedDict()
 
 
-def _task() -> _Task:
-    """The collector of the running backward pass (nested passes have their own)."""
-    key = torch._C._current_graph_task_id()
-    found = _tasks.get(key)
-    if found is None:
-        found = _tasks[key] = _Task()
-        while len(_tasks) > 16:  # finished or failed passes
-            _tasks.popitem(last=False)
-    return found
+def _new_task() -> _Task:
+    """The collector of the backward pass that has just begun (nested passes have their own)."""
+    task = _tasks[torch._C._current_graph_task_id()] = _Task()
+    while len(_tasks) > 16:  # finished or failed passes
+        _tasks.popitem(last=False)
+    return task

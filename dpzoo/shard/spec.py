@@ -65,9 +65,10 @@ class ShardTensorSpec:
         sizes: per mesh axis the shard length of each coordinate, or `()` when the axis cuts nothing.
         shape, stride, dtype: of the global tensor; the stride mirrors the memory order of the local shard.
         local_shape: shape of the shard on this rank.
+        is_partial: some rank holds only a summand. is_replicated: every rank holds the whole tensor.
     """
 
-    __slots__ = ("__weakref__", "_by_stride", "_dtypes", "cuts", "dtype", "is_contiguous", "is_partial", "layout", "local_shape", "shape", "sizes", "stride")
+    __slots__ = ("__weakref__", "_by_stride", "_dtypes", "cuts", "dtype", "is_contiguous", "is_partial", "is_replicated", "layout", "local_shape", "shape", "sizes", "stride")
 
     layout: MeshLayout
     cuts: tuple[Cut, ...]
@@ -77,6 +78,7 @@ class ShardTensorSpec:
     dtype: torch.dtype
     local_shape: torch.Size
     is_partial: bool
+    is_replicated: bool
     is_contiguous: bool
     _dtypes: dict[torch.dtype, ShardTensorSpec]
     _by_stride: dict[tuple[int, ...], ShardTensorSpec]
@@ -105,6 +107,7 @@ class ShardTensorSpec:
                 if isinstance(cut, int) and cut >= 0:
                     local[cut] = found.sizes[axis][layout.coords[axis]]
             found.local_shape = torch.Size(local)
+            found.is_replicated = all(cut == REPLICATED for cut in found.cuts)
             found.is_partial = any(isinstance(c, str) for c in found.cuts)
             found.is_contiguous = stride == contiguous_stride(shape)
             found._dtypes, found._by_stride = {}, {}
@@ -172,11 +175,6 @@ class ShardTensorSpec:
     def cut_dims(self) -> dict[int, int]:
         """Tensor dim -> mesh axis, for the dims that are cut."""
         return {cut: axis for axis, cut in enumerate(self.cuts) if isinstance(cut, int) and cut >= 0}
-
-    @property
-    def is_replicated(self) -> bool:
-        """True when every rank holds the whole tensor."""
-        return all(cut == REPLICATED for cut in self.cuts)
 
     def local_start(self, axis: int) -> int:
         """First global index of this rank's shard along the dim that `axis` cuts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,4 +65,4 @@ def failures_text(records: Iterable[Record], limit: int = 40) -> str:
 
 def _shape_of(detail: str) -> str:
     """The detail without its numbers."""
-    return "".join("#" if character.isdigit() else character for character in detail)[:90]
+    return re.sub(r"-?\d[\d.]*(e[+-]?\d+)?", "#", detail)[:90]

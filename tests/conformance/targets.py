@@ -182,10 +182,15 @@ def _plain_piece(tensor: torch.Tensor) -> Piece:
     return Piece(readable(tensor.detach()), "plain", -1, tuple(tensor.shape), None, tensor.dtype, tensor.dtype)
 
 
+_SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a form that pickles and compares: no lazy conjugate or negative bit, no complex halves."""
+    """The same values in a form that pickles and compares: no lazy conjugate or negative bit, no rare type."""
     if tensor.dtype == torch.complex32:
         return tensor.to(torch.complex64)
+    if tensor.dtype in _SAME_BITS:
+        return tensor.view(_SAME_BITS[tensor.dtype])
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
 
 

@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from dpzoo.models import ViT, create_model
-from dpzoo.shard import strict
-from dpzoo.testing import assert_parity, distributed, grid_mesh, row_mesh
+from dpzoo.shard import Shard, ShardTensor, scatter, strict
+from dpzoo.testing import assert_parity, distributed, domain_mesh, grid_mesh, row_mesh
 
 SMALL: dict[str, Any] = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3}
 PICTURE = (24, 8)
@@ -114,3 +114,24 @@ def test_second_row_of_ranks(name: str):
     """Two replicas, each on its own pair of ranks."""
     with strict():
         assert_parity(build(name), field(name), placements=2, sizes=(10, 14), mesh=row_mesh())
+
+
+@distributed(ranks=2)
+@pytest.mark.parametrize("name", ["dense", "volume, dense", "timm"])
+def test_activations_stay_cut(name: str):
+    """Right values are not enough: up to the pooling, every layer's output is this rank's part and no more."""
+    model, seen = build(name), []
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        assert isinstance(output, ShardTensor), module
+        assert isinstance(output.placements[0], Shard), module
+        assert 0 < output.to_local().numel() < output.numel(), module
+        seen.append(module)
+
+    for path, module in model.named_modules():
+        if path.startswith(("patch_embed", "blocks", "norm", "head.")) or (path == "head" and "dense" in name):
+            module.register_forward_hook(note)
+    out = model(scatter(field(name), domain_mesh(), dim=2, sizes=(16, 8)))
+    assert len(seen) > 20
+    if "dense" in name:
+        assert out._spec.sharding_shapes()[0] == tuple((1, 2, rows, *out.shape[3:]) for rows in (16, 8))

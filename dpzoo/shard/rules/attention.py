@@ -1,12 +1,14 @@
 """scaled_dot_product_attention on sharded sequences.
 
-Queries stay where they are. With keys and values cut over the same axis and nothing that needs the whole row of
-scores, they travel around a ring (`kernels/ring_attention.py`); otherwise each rank gathers the keys it needs.
+Queries stay where they are. Keys and values that are cut too are gathered while that is cheap (64 MiB), and travel
+around a ring beyond (`kernels/ring_attention.py`), so that no rank holds them whole. `attention_mode` decides otherwise.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,27 @@ from dpzoo.shard.plan import Dims, Labels
 from dpzoo.shard.registry import RULE_OF, rule
 from dpzoo.shard.rules.parts import global_of, whole_values
 from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
+
+
+GATHER_BYTES = 64 * 2**20
+_mode = "auto"
+
+
+@contextmanager
+def attention_mode(mode: str) -> Iterator[None]:
+    """How cut keys and values reach the queries inside the block: "auto" (by size), "gather" or "ring"."""
+    global _mode
+    if mode not in ("auto", "gather", "ring"):
+        raise ValueError(f"attention_mode takes 'auto', 'gather' or 'ring', got {mode!r}")
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def _ring_pays(k: Tensor, v: Tensor) -> bool:
+    return _mode == "ring" or (_mode == "auto" and (k.numel() + v.numel()) * k.dtype.itemsize > GATHER_BYTES)
 
 
 def sdpa(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -42,8 +65,8 @@ def _sdpa(
         return refuse(func, (), (query, key, value), {"dropout_p": dropout_p})
     if attn_mask is not None and is_causal:
         raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
-    axis = _ring_axis(query, key, value)
-    if axis is not None and attn_mask is None and not enable_gqa:
+    axis = _ring_axis(query, key, value) if attn_mask is None and not enable_gqa and _ring_pays(key, value) else None
+    if axis is not None:
         return _ring(query, key, value, axis, is_causal, scale)
     if is_causal:
         n, m = query.shape[-2], key.shape[-2]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpzoo.shard import gradients
-from dpzoo.shard.bridges import as_sharded, to_shard
+from dpzoo.shard.bridges import shard_of_grad
 from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.plan import Dims, Labels
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
@@ -23,56 +23,38 @@ class _Linear(torch.autograd.Function):
     """x @ w.T + b on shards of any but the last dim, as one node: the shape of most of a transformer's time."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, w: Tensor, b: Tensor | None, out: ShardTensorSpec, axes: tuple[int, ...]) -> ShardTensor:
-        ctx.save_for_backward(x, w)
-        ctx.axes, ctx.defer, ctx.out = axes, gradients.may_defer(), out
+    def forward(ctx: Any, x: ShardTensor, w: Tensor, b: Tensor | None, out: ShardTensorSpec, groups: tuple[str, ...]) -> ShardTensor:
+        ctx.save_for_backward(x, w, b)
+        ctx.groups, ctx.defer, ctx.out = groups, gradients.may_defer(), out
         return wrap(F.linear(x._local_tensor, w, b), out)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
+        x, w, b = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        g = as_sharded(g, ctx.out)
         if torch.is_grad_enabled():
-            return _linear_backward_differentiable(g, x, w, need_x, need_w, need_b)
+            return *gradients.again(ctx, lambda *t: RULE_OF["linear"](F.linear, (), t, {}), (x, w, b), g), None, None
         spec = ctx.out
-        local = g._local_tensor if g._spec.cuts == spec.cuts and g._spec.sizes == spec.sizes else to_shard(g, spec)
+        local = shard_of_grad(g, spec)
         gx = wrap(local @ w, x._spec.for_local(local)) if need_x else None
         flat = local.reshape(-1, local.shape[-1]) if local.ndim != 2 else local
-        gw = _weight_grad(ctx, 1, flat.t() @ x._local_tensor.reshape(-1, x.shape[-1]), x._spec) if need_w else None
-        gb = _weight_grad(ctx, 2, flat.sum(0), x._spec) if need_b else None
+        x_local = x._local_tensor
+        rows = x_local.reshape(-1, x_local.shape[-1]) if x_local.ndim != 2 else x_local
+        gw = gradients.weight_grad(ctx, 1, flat.t() @ rows, ctx.groups) if need_w else None
+        gb = gradients.weight_grad(ctx, 2, flat.sum(0), ctx.groups) if need_b else None
         return gx, gw, gb, None, None
 
 
-def _weight_grad(ctx: Any, position: int, g: Tensor, spec: ShardTensorSpec) -> Tensor | None:
-    """The complete gradient of a weight, or None when it is summed later, in a bucket."""
-    groups = tuple(spec.layout.groups[a] for a in ctx.axes)
-    if not groups:
-        return g
-    if ctx.defer and gradients.collect(ctx.next_functions[position][0], g, groups):
-        return None
-    return gradients.sum_over(g, groups)
+_LINEAR: dict[tuple[ShardTensorSpec, int], tuple[ShardTensorSpec, tuple[str, ...]]] = {}
 
 
-def _linear_backward_differentiable(g: ShardTensor, x: ShardTensor, w: Tensor, need_x: bool, need_w: bool, need_b: bool) -> Any:
-    """The same in terms of sharded ops, for second derivatives."""
-    gx = torch.matmul(g, w) if need_x else None
-    dims = list(range(g.ndim - 1))
-    gw = torch.tensordot(g, x, (dims, dims)).full_tensor() if need_w else None
-    gb = (g.sum(dims) if dims else g).full_tensor() if need_b else None
-    return gx, gw, gb, None, None
-
-
-_LINEAR: dict[tuple[ShardTensorSpec, int], tuple[ShardTensorSpec, tuple[int, ...]]] = {}
-
-
-def _linear_layout(spec: ShardTensorSpec, features: int) -> tuple[ShardTensorSpec, tuple[int, ...]]:
+def _linear_layout(spec: ShardTensorSpec, features: int) -> tuple[ShardTensorSpec, tuple[str, ...]]:
     found = _LINEAR.get((spec, features))
     if found is None:
         if len(_LINEAR) > 4096:
             _LINEAR.clear()
-        axes = tuple(a for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
-        found = _LINEAR[spec, features] = (spec.like(shape=(*spec.shape[:-1], features)), axes)
+        groups = tuple(spec.layout.groups[a] for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
+        found = _LINEAR[spec, features] = (spec.like(shape=(*spec.shape[:-1], features)), groups)
     return found
 
 
@@ -84,9 +66,9 @@ def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain = not isinstance(weight, ShardTensor) and weight.__class__ in _PLAIN and (bias is None or bias.__class__ in _PLAIN)
         if plain and spec.ndim - 1 not in spec.cuts and not spec.is_partial and weight.ndim == 2 and not _autocast(input):
             if weight.shape[1] == spec.shape[-1] and weight.dtype is spec.dtype:
-                out, axes = _linear_layout(spec, weight.shape[0])
+                out, groups = _linear_layout(spec, weight.shape[0])
                 if torch.is_grad_enabled():
-                    return _Linear.apply(input, weight, bias, out, axes)
+                    return _Linear.apply(input, weight, bias, out, groups)
                 return wrap(F.linear(input._local_tensor, weight, bias), out)
     if bias is not None and _contraction_cut(input, weight):
         return RULE_OF["linear"](func, types, (input, weight), {}) + bias

@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpzoo.shard.bridges import stack_over, sum_over, to_shard
+from dpzoo.shard import gradients
+from dpzoo.shard.bridges import shard_of_grad, stack_over, sum_over, to_shard
 from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.plan import Dims, Labels
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.rules.parts import cut_axes, fill_empty, global_of, groups_of, normal_dim, whole_values
-from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.spec import ShardTensorSpec
+from dpzoo.shard.tensor import ShardTensor, wrap
 
 
 # ---------------------------------------------------------------------- softmax
@@ -69,7 +71,61 @@ def softmin(func: Any, input: Tensor, dim: int | None = None, _stacklevel: int =
 
 
 # ---------------------------------------------------------------------- norms over trailing dims
-@rule(F.layer_norm, torch.layer_norm)
+class _LayerNorm(torch.autograd.Function):
+    """layer_norm over uncut dims as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardTensor, w: Tensor | None, b: Tensor | None, shape: tuple[int, ...], eps: float, groups: tuple[str, ...]) -> ShardTensor:
+        out, mean, rstd = torch.ops.aten.native_layer_norm.default(x._local_tensor, shape, w, b, eps)
+        ctx.save_for_backward(x, w, b, mean, rstd)
+        ctx.shape, ctx.eps, ctx.groups, ctx.defer = shape, eps, groups, gradients.may_defer()
+        ctx.out = x._spec.for_local(out)
+        return wrap(out, ctx.out)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w, b, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            rule = RULE_OF["layer_norm"]
+            found = gradients.again(ctx, lambda x, w, b: rule(F.layer_norm, (), (x, ctx.shape, w, b, ctx.eps), {}), (x, w, b), g)
+            return *found, None, None, None
+        needs = list(ctx.needs_input_grad[:3])
+        local = shard_of_grad(g, ctx.out)
+        gx, gw, gb = torch.ops.aten.native_layer_norm_backward.default(local, x._local_tensor, ctx.shape, mean, rstd, w, b, needs)
+        gx = wrap(gx, x._spec.for_local(gx)) if needs[0] else None
+        gw = gradients.weight_grad(ctx, 1, gw, ctx.groups) if needs[1] else None
+        gb = gradients.weight_grad(ctx, 2, gb, ctx.groups) if needs[2] else None
+        return gx, gw, gb, None, None, None
+
+
+_NORM_GROUPS: dict[Any, tuple[str, ...] | None] = {}
+
+
+def _norm_groups(spec: ShardTensorSpec, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+    """Groups over which weight gradients are summed; None if a normalized dim is cut or the shapes do not fit."""
+    key = (spec, shape)
+    if key not in _NORM_GROUPS:
+        if len(_NORM_GROUPS) > 4096:
+            _NORM_GROUPS.clear()
+        first = spec.ndim - len(shape)
+        fits = len(shape) > 0 and tuple(spec.shape[first:]) == shape and not spec.is_partial and not any(d >= first for d in spec.cut_dims)
+        _NORM_GROUPS[key] = groups_of(spec, cut_axes(spec, range(first))) if fits else None
+    return _NORM_GROUPS[key]
+
+
+@handler(F.layer_norm, torch.layer_norm, name="layer_norm as one node")
+def layer_norm_call(func: Any, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Any:
+    """Plain weights, uncut normalized dims and no autocast take the one-node path."""
+    if isinstance(input, ShardTensor) and torch.is_grad_enabled() and not torch.is_autocast_enabled(input.device.type):
+        plain = all(t is None or (t.__class__ in (Tensor, torch.nn.Parameter) and t.dtype is input.dtype) for t in (weight, bias))
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        groups = _norm_groups(input._spec, shape) if plain else None
+        if groups is not None and (weight is None or tuple(weight.shape) == shape):
+            return _LayerNorm.apply(input, weight, bias, shape, eps, groups)
+    return RULE_OF["layer_norm"](func, (), (input, normalized_shape, weight, bias, eps), {})
+
+
+@rule(name="layer_norm")
 def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Dims | None:
     """Statistics over the last dims, which each rank sees whole."""
     return _over_last(F.layer_norm, input, normalized_shape, [weight, bias], eps)
