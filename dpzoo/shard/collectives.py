@@ -57,7 +57,9 @@ def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
 
 def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
     """Start summing `flat` in place over the group; wait on what comes back before reading it."""
-    work = dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group_of(group), async_op=True)
+    work = dist.all_reduce(
+        torch.view_as_real(flat) if flat.is_complex() else flat, group=group_of(group), async_op=True
+    )
     assert work is not None
     return work
 
@@ -75,7 +77,9 @@ def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, 
     in_splits = [sum(p.numel() for p in to) for to in pieces]
     out_splits = [n * item for n in lengths]
     flat = [p for to in pieces for p in to]
-    sent = torch.cat(flat) if len(flat) > 1 else flat[0] if flat else torch.empty(0, dtype=torch.uint8, device=like.device)
+    sent = (
+        torch.cat(flat) if len(flat) > 1 else flat[0] if flat else torch.empty(0, dtype=torch.uint8, device=like.device)
+    )
     received = torch.empty(sum(out_splits), dtype=torch.uint8, device=like.device)
     dist.all_to_all_single(received, sent, out_splits, in_splits, group=group)
     return [part.view(like.dtype) for part in received.split(out_splits)]
@@ -93,7 +97,8 @@ def exchange(t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> T
     if all(w == (o,) for w, o in zip(wanted, own, strict=True)):
         return t
     sends = [
-        [_rows(t, dim, o, own[me]) for w in wanted[r] if (o := overlap(own[me], w))] if r != me else [] for r in range(len(own))
+        [_rows(t, dim, o, own[me]) for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
+        for r in range(len(own))
     ]
     row = _row_numel(t, dim)
     lengths = [_common(own[r], wanted[me]) * row if r != me else 0 for r in range(len(own))]
@@ -193,7 +198,12 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
     me = pg.rank()
     parts = t.split(sizes, dim)
     mine = parts[me]
-    received = _transport([[p] if r != me else [] for r, p in enumerate(parts)], [mine.numel() if r != me else 0 for r in range(pg.size())], t, pg)
+    received = _transport(
+        [[p] if r != me else [] for r, p in enumerate(parts)],
+        [mine.numel() if r != me else 0 for r in range(pg.size())],
+        t,
+        pg,
+    )
     total: Tensor | None = None
     for r in range(pg.size()):  # rank order, so that the sum does not depend on who adds it
         piece = mine if r == me else received[r].view(mine.shape)
@@ -213,7 +223,14 @@ def broadcast(t: Tensor, source: int, group: str) -> Tensor:
 
 
 def scatter_v(
-    t: Tensor | None, dim: int, sizes: Sizes, shape: Sequence[int], dtype: torch.dtype, device: str, source: int, group: str
+    t: Tensor | None,
+    dim: int,
+    sizes: Sizes,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    source: int,
+    group: str,
 ) -> Tensor:
     """Group rank `source` holds the whole of `shape` and sends each rank its piece of `dim`; nobody else holds more."""
     pg = group_of(group)

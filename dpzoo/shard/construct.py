@@ -29,7 +29,9 @@ def cuts_of(layout: MeshLayout, placements: Sequence[Placement] | None, ndim: in
     if isinstance(placements, Placement):
         placements = [placements]
     if len(placements) != len(layout.shape):
-        raise LayoutError(f"{layout} has {len(layout.shape)} axes, but {len(placements)} placements were given: {placements}")
+        raise LayoutError(
+            f"{layout} has {len(layout.shape)} axes, but {len(placements)} placements were given: {placements}"
+        )
     return tuple(cut_of(p, ndim) for p in placements)
 
 
@@ -83,7 +85,9 @@ def _given_sizes(
             out.append(())
             continue
         if axis not in shapes:
-            raise UndeterminedShardingError(f"placements cut dim {cut} over mesh axis {axis}, but sharding_shapes has no entry {axis}")
+            raise UndeterminedShardingError(
+                f"placements cut dim {cut} over mesh axis {axis}, but sharding_shapes has no entry {axis}"
+            )
         given = [tuple(s) for s in shapes[axis]]
         if len(given) != layout.shape[axis] or any(cut >= len(s) for s in given):
             raise UndeterminedShardingError(
@@ -134,7 +138,11 @@ def _check_agreement(layout: MeshLayout, flat: list[Any], dims: set[int]) -> Non
     first = flat[0]
     for shape, dtype, cuts in flat:
         rest = [n for d, n in enumerate(shape) if d not in dims]
-        if (dtype, cuts) != first[1:] or len(shape) != len(first[0]) or rest != [n for d, n in enumerate(first[0]) if d not in dims]:
+        if (
+            (dtype, cuts) != first[1:]
+            or len(shape) != len(first[0])
+            or rest != [n for d, n in enumerate(first[0]) if d not in dims]
+        ):
             found = "; ".join(f"{d.removeprefix('torch.')}{s}" for s, d, _ in flat)
             raise UndeterminedShardingError(
                 f"the ranks of {layout} passed shards that do not form one tensor: {found} (placements {[c for *_, c in flat]}); "
@@ -160,7 +168,9 @@ def _check_replicas(local: Tensor, spec: ShardTensorSpec) -> None:
             first = comm.broadcast(local.detach(), 0, spec.layout.groups[axis])
             same = torch.equal(torch.nan_to_num(first), torch.nan_to_num(local.detach()))
             if not all(comm.gather_objects(same, spec.layout.groups[axis])):
-                raise LayoutError(f"Replicate() over axis {axis} of {spec.layout}, but the ranks passed different values")
+                raise LayoutError(
+                    f"Replicate() over axis {axis} of {spec.layout}, but the ranks passed different values"
+                )
 
 
 def to_local(x: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
@@ -192,12 +202,17 @@ def full_tensor(x: ShardTensor, grad_placements: Sequence[Placement] | None) -> 
 
 
 def redistribute(
-    x: ShardTensor, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, sizes: dict[int, Sequence[int]] | None
+    x: ShardTensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    sizes: dict[int, Sequence[int]] | None,
 ) -> ShardTensor:
     """See `ShardTensor.redistribute`."""
     spec = x._spec
     if mesh is not None and MeshLayout.of(mesh) is not spec.layout:
-        raise LayoutError(f"redistribute cannot change the mesh ({spec.layout} to {mesh}): gather with full_tensor() and scatter again")
+        raise LayoutError(
+            f"redistribute cannot change the mesh ({spec.layout} to {mesh}): gather with full_tensor() and scatter again"
+        )
     cuts = spec.cuts if placements is None else cuts_of(spec.layout, placements, x.ndim)
     new = list(default_sizes(spec.layout, cuts, x.shape))
     for axis in spec.layout.axes:
@@ -206,7 +221,9 @@ def redistribute(
         if sizes and axis in sizes:
             new[axis] = tuple(int(n) for n in sizes[axis])
     if any(isinstance(c, str) and c != spec.cuts[a] and spec.cuts[a] != REPLICATED for a, c in enumerate(cuts)):
-        raise LayoutError(f"{spec.describe()} cannot become {placements}: only a replicated value can be split into summands")
+        raise LayoutError(
+            f"{spec.describe()} cannot become {placements}: only a replicated value can be split into summands"
+        )
     return relayout(x, spec.like(cuts=cuts, sizes=new))
 
 
@@ -215,7 +232,12 @@ def from_dtensor(d: DTensor) -> ShardTensor:
     layout = MeshLayout.of(d.device_mesh)
     cuts = cuts_of(layout, d.placements, d.ndim)
     sizes = default_sizes(layout, cuts, d.shape)
-    local = d.to_local(grad_placements=[torch.distributed.tensor.Replicate() if isinstance(c, str) else p for c, p in zip(cuts, d.placements, strict=True)])
+    local = d.to_local(
+        grad_placements=[
+            torch.distributed.tensor.Replicate() if isinstance(c, str) else p
+            for c, p in zip(cuts, d.placements, strict=True)
+        ]
+    )
     return from_shard(local, ShardTensorSpec.make(layout, cuts, sizes, d.shape, d.dtype, stride_like(d.shape, local)))
 
 

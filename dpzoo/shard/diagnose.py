@@ -25,7 +25,9 @@ def operands_text(args: Any, kwargs: Any = None) -> str:
         if isinstance(leaf, Tensor):
             spec = getattr(leaf, "_spec", None)
             parts.append(
-                spec.describe() if hasattr(spec, "describe") else f"plain {str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
+                spec.describe()
+                if hasattr(spec, "describe")
+                else f"plain {str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
             )
     return ", ".join(parts) or "no tensors"
 

@@ -84,9 +84,15 @@ def align(tensors: list[Tensor]) -> tuple[list[Tensor], tuple[AxisChoice, ...], 
     """Local tensors of broadcasting operands in one common layout; no autograd."""
     labels, out = broadcast_labels([tuple(t.shape) for t in tensors])
     layout = next(t._spec.layout for t in tensors if isinstance(t, ShardTensor))
-    operands = [Operand(tuple(t.shape), t.dtype.itemsize, t._spec if isinstance(t, ShardTensor) else None) for t in tensors]
+    operands = [
+        Operand(tuple(t.shape), t.dtype.itemsize, t._spec if isinstance(t, ShardTensor) else None) for t in tensors
+    ]
     choices = choose(layout, operands, Dims(labels, (out,), lambda *a: None))
-    return [local_in(t, layout, *layout_of(names, choices)) for t, names in zip(tensors, labels, strict=True)], choices, layout
+    return (
+        [local_in(t, layout, *layout_of(names, choices)) for t, names in zip(tensors, labels, strict=True)],
+        choices,
+        layout,
+    )
 
 
 def local_in(t: Tensor, layout: Any, cuts: Any, sizes: Any) -> Tensor:
@@ -104,13 +110,28 @@ def _wrap_choice(local: Tensor, labels: Any, choices: Any, layout: Any) -> Shard
     return wrap_in(local, layout, cuts, sizes)
 
 
+_SPECS: dict[Any, ShardTensorSpec] = {}
+
+
+def spec_in(local: Tensor, layout: Any, cuts: Any, sizes: Any) -> ShardTensorSpec:
+    """The spec of the global tensor that these local tensors make up; cached on the shape and strides of this rank's."""
+    key = (layout, cuts, sizes, local.shape, local.stride(), local.dtype)
+    spec = _SPECS.get(key)
+    if spec is None:
+        shape = list(local.shape)
+        for axis, cut in enumerate(cuts):
+            if isinstance(cut, int) and cut >= 0:
+                shape[cut] = sum(sizes[axis])
+        spec = ShardTensorSpec.make(layout, cuts, sizes, shape, local.dtype, stride_like(shape, local))
+        if len(_SPECS) > 16384:
+            _SPECS.clear()
+        _SPECS[key] = spec
+    return spec
+
+
 def wrap_in(local: Tensor, layout: Any, cuts: Any, sizes: Any) -> ShardTensor:
     """The global tensor that these local tensors make up."""
-    shape = list(local.shape)
-    for axis, cut in enumerate(cuts):
-        if isinstance(cut, int) and cut >= 0:
-            shape[cut] = sum(sizes[axis])
-    return wrap(local, ShardTensorSpec.make(layout, cuts, sizes, shape, local.dtype, stride_like(shape, local)))
+    return wrap(local, spec_in(local, layout, tuple(cuts), tuple(sizes)))
 
 
 def _pointwise_inplace(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -167,7 +188,10 @@ def _gathered_write(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> A
     if any(isinstance(w, (list, tuple)) for w in written):
         raise ShardError(f"{op_name(op)} writes into lists of tensors and has no rule")
     leaves, tree = tree_flatten((args, kwargs))
-    copies = [(_whole(t).clone() if any(t is w for w in written) else _whole(t)) if isinstance(t, Tensor) else t for t in leaves]
+    copies = [
+        (_whole(t).clone() if any(t is w for w in written) else _whole(t)) if isinstance(t, Tensor) else t
+        for t in leaves
+    ]
     call_args, call_kwargs = tree_unflatten(copies, tree)
     op(*call_args, **call_kwargs)
     for t, copy in zip(leaves, copies, strict=True):

@@ -21,7 +21,9 @@ class _Entry:
 
     __slots__ = ("index", "move_from", "spec", "sum_axes")
 
-    def __init__(self, index: int, spec: ShardTensorSpec, sum_axes: tuple[int, ...], move_from: ShardTensorSpec | None) -> None:
+    def __init__(
+        self, index: int, spec: ShardTensorSpec, sum_axes: tuple[int, ...], move_from: ShardTensorSpec | None
+    ) -> None:
         self.index, self.spec, self.sum_axes, self.move_from = index, spec, sum_axes, move_from
 
     def fetch(self, t: Tensor, grad: bool) -> Tensor:
@@ -99,21 +101,29 @@ def compile_plan(func: Any, dims: Dims, tensors: Sequence[Tensor], order: Sequen
         )
         target = ShardTensorSpec.make(layout, cuts, sizes, t.shape, t.dtype, spec.stride if spec is not None else None)
         same = spec is not None and (spec.cuts, spec.sizes) == (cuts, sizes)
-        entries.append(_Entry(order[i], spec if same and spec is not None else target, sum_axes, None if same else spec))
+        entries.append(
+            _Entry(order[i], spec if same and spec is not None else target, sum_axes, None if same else spec)
+        )
     gathered = sum(
         op.nbytes
         for op, labels in zip(operands, dims.operands, strict=True)
         if any(c.gathers and op.is_cut(a) for a, c in enumerate(choices))
     )
-    return CompiledPlan(dims.local, entries, [_exit(layout, labels, dims, choices) for labels in dims.outputs], gathered)
+    return CompiledPlan(
+        dims.local, entries, [_exit(layout, labels, dims, choices) for labels in dims.outputs], gathered
+    )
 
 
 def _exit(layout: Any, labels: Any, dims: Dims, choices: Any) -> _Exit:
     cuts, sizes = layout_of(labels, choices)
     for axis, c in enumerate(choices):
-        assert c.label is None or cuts[axis] != REPLICATED or c.label in dims.sums, f"label {c.label} is lost: declare it whole"
+        assert c.label is None or cuts[axis] != REPLICATED or c.label in dims.sums, (
+            f"label {c.label} is lost: declare it whole"
+        )
     groups = tuple(
-        layout.groups[a] for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED and layout.shape[a] > 1
+        layout.groups[a]
+        for a, c in enumerate(choices)
+        if c.label is not None and cuts[a] == REPLICATED and layout.shape[a] > 1
     )
     home = layout_of(labels, choices, home=True)
     return _Exit(layout, cuts, sizes, groups, home if home != (cuts, sizes) else None)

@@ -69,7 +69,12 @@ def gather_call(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[st
         out = kwargs.pop("out")
         out.copy_(func(*args, **kwargs))
         return out
-    in_place = name.endswith("_") and not name.endswith("__") or name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    in_place = (
+        (name.endswith("_")
+        and not name.endswith("__"))
+        or (name.startswith("__i")
+        and name not in ("__int__", "__index__", "__invert__"))
+    )
     if in_place and isinstance(target, ShardTensor):
         return _in_place(func, types, args, kwargs)
     leaves, tree = tree_flatten((args, kwargs))
@@ -127,7 +132,9 @@ def _in_place(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[str,
     full = _whole(target).clone()
     func(full, *rest, **kwargs)
     if full.shape != shape or full.dtype is not target.dtype:
-        raise ShardError(f"{op_name(func)}{where()} changes the shape or dtype of {target._spec.describe()} in place: use the out-of-place form")
+        raise ShardError(
+            f"{op_name(func)}{where()} changes the shape or dtype of {target._spec.describe()} in place: use the out-of-place form"
+        )
     target.copy_(replicate(full, target))
     return target
 

@@ -23,31 +23,15 @@ native = torch._C._disabled_torch_function_impl
 
 # Metadata, autograd bookkeeping, casts and views: right as C++ does them, given the dispatch door below.
 NATIVE_NAMES = frozenset(
-    """__get__ __set__ __delete__ is_contiguous stride storage_offset is_floating_point is_complex is_signed is_sparse
-    element_size nelement ndimension get_device is_conj is_neg is_inference is_nonzero_meta is_same_size has_names
-    retain_grad register_hook register_post_accumulate_grad_hook requires_grad_ detach clone contiguous
-    to float double half bfloat16 int long short bool char byte cfloat cdouble type type_as cpu cuda
-    zeros_like ones_like empty_like full_like resolve_conj resolve_neg alias view_as_real view_as_complex
-    expand expand_as broadcast_to permute transpose t swapaxes swapdims movedim moveaxis unsqueeze mT mH T H adjoint
-    is_set_to _is_view get_device __dlpack_device__ can_cast result_type promote_types is_cpu is_cuda squeeze
-    copy_ zero_ fill_ __dir__ is_pinned lift_fresh numpy_T _version is_shared _dirty""".split()
+    ["__get__", "__set__", "__delete__", "is_contiguous", "stride", "storage_offset", "is_floating_point", "is_complex", "is_signed", "is_sparse", "element_size", "nelement", "ndimension", "get_device", "is_conj", "is_neg", "is_inference", "is_nonzero_meta", "is_same_size", "has_names", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "detach", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "int", "long", "short", "bool", "char", "byte", "cfloat", "cdouble", "type", "type_as", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "resolve_conj", "resolve_neg", "alias", "view_as_real", "view_as_complex", "expand", "expand_as", "broadcast_to", "permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "unsqueeze", "mT", "mH", "T", "H", "adjoint", "is_set_to", "_is_view", "get_device", "__dlpack_device__", "can_cast", "result_type", "promote_types", "is_cpu", "is_cuda", "squeeze", "copy_", "zero_", "fill_", "__dir__", "is_pinned", "lift_fresh", "numpy_T", "_version", "is_shared", "_dirty"]
 )
 
 # Pointwise ops that torch builds from others, or whose aten op lacks the tag.
 POINTWISE_NAMES = frozenset(
-    """square float_power true_divide multiply subtract divide greater greater_equal less less_equal not_equal eq ne lt le gt ge
-    clip absolute negative fix positive arccos arccosh arcsin arcsinh arctan arctan2 arctanh isfinite isinf isnan isreal isposinf isneginf
-    relu relu6 relu_ softsign tanhshrink logsigmoid mish hardswish hardsigmoid silu gelu elu selu celu leaky_relu threshold hardtanh
-    softplus hardshrink softshrink sigmoid tanh rsub ldexp logical_and logical_or logical_xor logical_not
-    where masked_fill clamp clamp_min clamp_max lerp addcmul addcdiv nan_to_num isclose xlogy bitwise_not floor_divide remainder fmod
-    expit logit erf erfc erfcx erfinv ndtr log_ndtr i0 i0e i1 i1e digamma psi gammaln multigammaln mvlgamma entr sinc round exp2 expm1 log1p
-    xlog1py zeta gammainc gammaincc polygamma bessel_j0 bessel_j1 deg2rad rad2deg angle sgn sign signbit copysign frexp
-    real imag conj conj_physical complex polar heaviside hypot nextafter gcd lcm maximum minimum fmax fmin pow rpow frac trunc
-    truediv rtruediv floordiv rfloordiv mod rmod and rand or ror xor rxor invert neg pos abs add radd sub mul rmul
-    lshift rshift rlshift rrshift iadd isub imul itruediv ifloordiv imod iand ior ixor ipow ilshift irshift prelu_scalar""".split()
+    ["square", "float_power", "true_divide", "multiply", "subtract", "divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "eq", "ne", "lt", "le", "gt", "ge", "clip", "absolute", "negative", "fix", "positive", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "isfinite", "isinf", "isnan", "isreal", "isposinf", "isneginf", "relu", "relu6", "relu_", "softsign", "tanhshrink", "logsigmoid", "mish", "hardswish", "hardsigmoid", "silu", "gelu", "elu", "selu", "celu", "leaky_relu", "threshold", "hardtanh", "softplus", "hardshrink", "softshrink", "sigmoid", "tanh", "rsub", "ldexp", "logical_and", "logical_or", "logical_xor", "logical_not", "where", "masked_fill", "clamp", "clamp_min", "clamp_max", "lerp", "addcmul", "addcdiv", "nan_to_num", "isclose", "xlogy", "bitwise_not", "floor_divide", "remainder", "fmod", "expit", "logit", "erf", "erfc", "erfcx", "erfinv", "ndtr", "log_ndtr", "i0", "i0e", "i1", "i1e", "digamma", "psi", "gammaln", "multigammaln", "mvlgamma", "entr", "sinc", "round", "exp2", "expm1", "log1p", "xlog1py", "zeta", "gammainc", "gammaincc", "polygamma", "bessel_j0", "bessel_j1", "deg2rad", "rad2deg", "angle", "sgn", "sign", "signbit", "copysign", "frexp", "real", "imag", "conj", "conj_physical", "complex", "polar", "heaviside", "hypot", "nextafter", "gcd", "lcm", "maximum", "minimum", "fmax", "fmin", "pow", "rpow", "frac", "trunc", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "and", "rand", "or", "ror", "xor", "rxor", "invert", "neg", "pos", "abs", "add", "radd", "sub", "mul", "rmul", "lshift", "rshift", "rlshift", "rrshift", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "iand", "ior", "ixor", "ipow", "ilshift", "irshift", "prelu_scalar"]
 )
 # Not elementwise in every argument, random, or shape-changing although tagged or named alike.
-NOT_POINTWISE = frozenset("rand rrelu dropout native_dropout bernoulli normal prelu rand_ multinomial glu".split())
+NOT_POINTWISE = frozenset(["rand", "rrelu", "dropout", "native_dropout", "bernoulli", "normal", "prelu", "rand_", "multinomial", "glu"])
 
 
 def base_name(func: Any) -> str:
@@ -64,11 +48,15 @@ def is_pointwise(func: Any) -> bool:
         return False
     if name in POINTWISE_NAMES:
         return True
-    packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, "special_" + name.removeprefix("special_"), None)
+    packet = getattr(torch.ops.aten, name, None) or getattr(
+        torch.ops.aten, "special_" + name.removeprefix("special_"), None
+    )
     if packet is None:
         return False
     ops = [getattr(packet, o) for o in packet.overloads()]
-    return any(torch.Tag.pointwise in o.tags for o in ops) and not any(torch.Tag.nondeterministic_seeded in o.tags for o in ops)
+    return any(torch.Tag.pointwise in o.tags for o in ops) and not any(
+        torch.Tag.nondeterministic_seeded in o.tags for o in ops
+    )
 
 
 def classify(func: Any) -> Callable[..., Any]:
@@ -87,8 +75,7 @@ def classify(func: Any) -> Callable[..., Any]:
 
 # They would hand out the storage of a shard as if it were the global tensor, or change the metadata of one rank.
 REFUSED = frozenset(
-    """data_ptr storage untyped_storage storage_type _typed_storage numpy __array__ __dlpack__ share_memory_ resize_ resize_as_ set_
-    as_strided as_strided_ pin_memory apply_ map_ map2_ sparse_resize_ to_sparse to_mkldnn swap_tensors""".split()
+    ["data_ptr", "storage", "untyped_storage", "storage_type", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_", "resize_", "resize_as_", "set_", "as_strided", "as_strided_", "pin_memory", "apply_", "map_", "map2_", "sparse_resize_", "to_sparse", "to_mkldnn", "swap_tensors"]
 )
 
 
@@ -99,7 +86,7 @@ def _is_inplace(func: Any, name: str) -> bool:
 
 
 _INPLACE_OPERATORS = frozenset(
-    getattr(operator, n) for n in "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+    getattr(operator, n) for n in ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift"]
 )
 
 
@@ -128,7 +115,9 @@ def _pointwise_keywords(func: Any, types: Any, args: Any, kwargs: dict[str, Any]
         out = kwargs.pop("out")
         result = pointwise(func, types, args, kwargs)
         if tuple(out.shape) != tuple(result.shape):
-            raise fallback.ShardError(f"{func.__name__}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; out cannot be resized")
+            raise fallback.ShardError(
+                f"{func.__name__}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}; out cannot be resized"
+            )
         out.copy_(result if isinstance(out, ShardTensor) else fallback._whole(result))
         return out
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -136,7 +125,11 @@ def _pointwise_keywords(func: Any, types: Any, args: Any, kwargs: dict[str, Any]
     alike = all(isinstance(t, ShardTensor) and t._spec is first._spec for t in tensors)  # type: ignore[attr-defined]
     if kwargs.get("inplace") and isinstance(args[0], ShardTensor):
         return native(func, types, args, kwargs) if alike else pointwise_inplace(func, types, args, kwargs)
-    return native(func, types, args, kwargs) if alike and not first._spec.is_partial else _aligned(func, types, args, kwargs)  # type: ignore[attr-defined]
+    return (
+        native(func, types, args, kwargs)
+        if alike and not first._spec.is_partial
+        else _aligned(func, types, args, kwargs)
+    )  # type: ignore[attr-defined]
 
 
 def _aligned(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -151,7 +144,10 @@ def broadcast_labels(shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int | No
     out = torch.broadcast_shapes(*shapes)
     n = len(out)
     labels = [
-        tuple((n - len(s) + i) if size == out[n - len(s) + i] and not (size == 1 and out[n - len(s) + i] != 1) else None for i, size in enumerate(s))
+        tuple(
+            (n - len(s) + i) if size == out[n - len(s) + i] and not (size == 1 and out[n - len(s) + i] != 1) else None
+            for i, size in enumerate(s)
+        )
         for s in shapes
     ]
     return labels, tuple(range(n))
@@ -209,7 +205,9 @@ def pointwise_inplace(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) 
         whole = [fallback._whole(a) for a in args]
         return func(*whole, **{k: fallback._whole(v) for k, v in kwargs.items()})
     if target._spec.is_partial:
-        raise fallback.ShardError(f"{func.__name__} on the partial value {target._spec.describe()}: redistribute it to Replicate or Shard first")
+        raise fallback.ShardError(
+            f"{func.__name__} on the partial value {target._spec.describe()}: redistribute it to Replicate or Shard first"
+        )
     if isinstance(kwargs.get("out"), Tensor):
         raise fallback.ShardError(f"{func.__name__}: an in-place op takes no out=")
     rest = [_to_layout_of(a, target, func) for a in args[1:]]
@@ -251,7 +249,11 @@ def foreach(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     count = len(args[0])
     if any(len(a) != count for a in lists):
         return fallback.refuse(func, types, args, kwargs)
-    single = torch.linalg.vector_norm if name == "norm" else getattr(torch.Tensor, "clone" if name == "clone" else name, None)
+    single = (
+        torch.linalg.vector_norm
+        if name == "norm"
+        else getattr(torch.Tensor, "clone" if name == "clone" else name, None)
+    )
     if single is None:
         return fallback.refuse(func, types, args, kwargs)
     out = []

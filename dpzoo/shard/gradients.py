@@ -88,7 +88,10 @@ def again(ctx: Any, rule: Any, tensors: tuple[Tensor | None, ...], g: Tensor) ->
     with torch.enable_grad():
         out = rule(*tensors)
     found = iter(torch.autograd.grad(out, used, g, create_graph=True))
-    return tuple(next(found) if needed and t is not None else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=False))
+    return tuple(
+        next(found) if needed and t is not None else None
+        for t, needed in zip(tensors, ctx.needs_input_grad, strict=False)
+    )
 
 
 @dataclass

@@ -34,7 +34,9 @@ class MeshLayout:
             raise LayoutError(f"expected a torch DeviceMesh (see init_device_mesh), got {type(mesh).__name__}")
         coords = mesh.get_coordinate()
         if coords is None:
-            raise LayoutError(f"rank {dist.get_rank()} is not part of {mesh}; only ranks of the mesh may use its tensors")
+            raise LayoutError(
+                f"rank {dist.get_rank()} is not part of {mesh}; only ranks of the mesh may use its tensors"
+            )
         groups = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         ranks = tuple(mesh.mesh.flatten().tolist())
         names = mesh.mesh_dim_names

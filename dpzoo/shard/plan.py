@@ -88,7 +88,9 @@ def choose(layout: MeshLayout, operands: Sequence[Operand], dims: Dims) -> tuple
     return tuple(out)
 
 
-def _choose_axis(layout: MeshLayout, axis: int, operands: Sequence[Operand], dims: Dims, taken: set[Label]) -> AxisChoice:
+def _choose_axis(
+    layout: MeshLayout, axis: int, operands: Sequence[Operand], dims: Dims, taken: set[Label]
+) -> AxisChoice:
     candidates: dict[tuple[Label, Sizes], int] = {}
     considered = range(len(operands)) if dims.pin is None else [dims.pin]
     for i in considered:
@@ -117,7 +119,10 @@ def _other_label(
 ) -> tuple[Label, Sizes] | None:
     """Where the cut can go when the cut dim is needed whole: the longest dim that nobody else cuts."""
     reserved = taken | {
-        label for i, op in enumerate(operands) for a in layout.axes if (label := op.cut_label(a, dims.operands[i])) is not None
+        label
+        for i, op in enumerate(operands)
+        for a in layout.axes
+        if (label := op.cut_label(a, dims.operands[i])) is not None
     }
     free = [
         (n, label)
@@ -146,7 +151,9 @@ def _cost(layout: MeshLayout, axis: int, operands: Sequence[Operand], dims: Dims
     return cost
 
 
-def layout_of(labels: Labels, choices: Sequence[AxisChoice], home: bool = False) -> tuple[tuple[int, ...], tuple[Sizes, ...]]:
+def layout_of(
+    labels: Labels, choices: Sequence[AxisChoice], home: bool = False
+) -> tuple[tuple[int, ...], tuple[Sizes, ...]]:
     """Cuts and sizes of a tensor with these labels under the chosen cuts (or, with `home`, where it goes back to)."""
     cuts, sizes = [], []
     for c in choices:

@@ -130,7 +130,12 @@ def _key(args: Iterable[Any], tensors: list[Tensor]) -> Any:
 
 
 def _make_plan(
-    plan_rule: Callable[..., Any], signature: inspect.Signature, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    plan_rule: Callable[..., Any],
+    signature: inspect.Signature,
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    tensors: list[Tensor],
 ) -> CompiledPlan | None:
     named = {_ALIASES.get(k, k) if _ALIASES.get(k, k) in signature.parameters else k: v for k, v in kwargs.items()}
     try:

@@ -40,7 +40,9 @@ def perform_ring_iteration(
     layout = MeshLayout.of(mesh)
     axis = ring_config.mesh_dim % len(layout.shape)
     if layout.shape[axis] != ring_config.mesh_size:
-        raise ValueError(f"ring_config says {ring_config.mesh_size} ranks, axis {axis} of {layout} has {layout.shape[axis]}")
+        raise ValueError(
+            f"ring_config says {ring_config.mesh_size} ranks, axis {axis} of {layout} has {layout.shape[axis]}"
+        )
     if layout.shape[axis] == 1:
         return tensor
     step = 1 if ring_config.ring_direction == "forward" else -1

@@ -49,7 +49,9 @@ def scatter_tensor(
     """
     layout = MeshLayout.of(mesh)
     if global_src not in layout.ranks:
-        raise LayoutError(f"scatter_tensor: rank {global_src} holds the tensor but is not one of the ranks {layout.ranks} of {layout}")
+        raise LayoutError(
+            f"scatter_tensor: rank {global_src} holds the tensor but is not one of the ranks {layout.ranks} of {layout}"
+        )
     source = _coordinates(layout, layout.ranks.index(global_src))
     shape, dtype = _agree(tensor, layout, source, global_shape, dtype)
     cuts = cuts_of(layout, placements, len(shape))
@@ -104,7 +106,11 @@ def _coordinates(layout: MeshLayout, index: int) -> tuple[int, ...]:
 
 
 def _agree(
-    tensor: Tensor | None, layout: MeshLayout, source: tuple[int, ...], shape: Sequence[int] | None, dtype: torch.dtype | None
+    tensor: Tensor | None,
+    layout: MeshLayout,
+    source: tuple[int, ...],
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
 ) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype on every rank; a mismatch with what was declared fails on every rank."""
     mine = layout.coords == source
@@ -120,7 +126,7 @@ def _agree(
     if isinstance(problem, str):
         raise LayoutError(problem)
     found_shape, found_dtype = problem
-    if shape is not None and tuple(shape) != found_shape or dtype is not None and dtype is not found_dtype:
+    if (shape is not None and tuple(shape) != found_shape) or (dtype is not None and dtype is not found_dtype):
         raise LayoutError(f"scatter_tensor was told {shape} {dtype}, but the source holds {found_shape} {found_dtype}")
     return found_shape, found_dtype
 
@@ -138,5 +144,3 @@ def _scatter_axis(local: Tensor | None, spec: ShardTensorSpec, axis: int, source
         return comm.broadcast(like, source, layout.groups[axis])
     sizes: Sizes = spec.sizes[axis]
     return comm.scatter_v(local, cut, sizes, shape, spec.dtype, layout.device_type, source, layout.groups[axis])
-
-

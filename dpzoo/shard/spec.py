@@ -68,7 +68,21 @@ class ShardTensorSpec:
         is_partial: some rank holds only a summand. is_replicated: every rank holds the whole tensor.
     """
 
-    __slots__ = ("__weakref__", "_by_stride", "_dtypes", "cuts", "dtype", "is_contiguous", "is_partial", "is_replicated", "layout", "local_shape", "shape", "sizes", "stride")
+    __slots__ = (
+        "__weakref__",
+        "_by_stride",
+        "_dtypes",
+        "cuts",
+        "dtype",
+        "is_contiguous",
+        "is_partial",
+        "is_replicated",
+        "layout",
+        "local_shape",
+        "shape",
+        "sizes",
+        "stride",
+    )
 
     layout: MeshLayout
     cuts: tuple[Cut, ...]
@@ -237,7 +251,9 @@ class ShardTensorSpec:
                 parts.append(f"partial {cut} over '{names[axis]}'")
             elif cut >= 0:
                 parts.append(f"dim {cut} over '{names[axis]}': {'+'.join(map(str, self.sizes[axis]))}")
-        return f"{str(self.dtype).removeprefix('torch.')}{tuple(self.shape)} " + ("cut [" + "; ".join(parts) + "]" if parts else "replicated")
+        return f"{str(self.dtype).removeprefix('torch.')}{tuple(self.shape)} " + (
+            "cut [" + "; ".join(parts) + "]" if parts else "replicated"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensorSpec:
         return self

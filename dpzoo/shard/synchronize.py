@@ -42,4 +42,6 @@ def sync_module_over_mesh(module: nn.Module, mesh: DeviceMesh, src_mesh_rank: in
             found = [x for group in comm.gather_objects(found, layout.groups[axis]) for x in group]  # type: ignore[attr-defined]
         names = sorted({n for names in found for n in names})
         if names:
-            raise ShardError(f"these parameters or buffers differ between the ranks of {layout}: {', '.join(names)}; call sync_module_over_mesh without verify")
+            raise ShardError(
+                f"these parameters or buffers differ between the ranks of {layout}: {', '.join(names)}; call sync_module_over_mesh without verify"
+            )

@@ -354,7 +354,9 @@ def wrap(local: Tensor, spec: ShardTensorSpec, requires_grad: bool = False) -> S
     Every result of the core passes here: a local shape that is not the one of the spec is a bug of a rule.
     """
     if local.shape != spec.local_shape or local.dtype is not spec.dtype:
-        raise AssertionError(f"local {local.dtype}{tuple(local.shape)} is not the shard {tuple(spec.local_shape)} of {spec}")
+        raise AssertionError(
+            f"local {local.dtype}{tuple(local.shape)} is not the shard {tuple(spec.local_shape)} of {spec}"
+        )
     t = _make_wrapper(
         ShardTensor, spec.shape, spec.stride, dtype=spec.dtype, device=local.device, requires_grad=requires_grad
     )

@@ -10,6 +10,7 @@ from dpzoo.demo.data import ForecastPairs, patch_row_split
 from dpzoo.demo.memory import activation_bytes
 from dpzoo.demo.train import DemoConfig, build_model, evaluate, train
 from dpzoo.demo.worker import lift_rows
+from dpzoo.shard import strict
 from dpzoo.testing import distributed
 
 SMALL = replace(DemoConfig(), embed_dim=32, depth=2, num_heads=2, epochs=2, train_members=(0, 1), learning_rate=5e-3)
@@ -63,6 +64,16 @@ def test_ranks_learn_what_one_process_learns(ranks):
             torch.testing.assert_close(
                 weight, expected, rtol=0, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@distributed(ranks=2, timeout=60.0)
+def test_no_op_of_the_training_gathers_its_input(ranks):
+    sizes = patch_row_split(ranks, SMALL.patch)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
+    start = sum(sizes[: torch.distributed.get_rank()])
+    rows = ForecastPairs([0], start, start + sizes[torch.distributed.get_rank()])
+    with strict():
+        train(build_model(SMALL), rows, replace(SMALL, epochs=1), lift_rows(mesh, sizes, torch.float32))
 
 
 @distributed(ranks=2, timeout=60.0)

@@ -31,7 +31,15 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_sizes: Sizes, kv_sizes: Sizes, group: str, causal: bool, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_sizes: Sizes,
+        kv_sizes: Sizes,
+        group: str,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
         ring = _Ring(q_sizes, kv_sizes, group, causal, scale)
         out, lse = ring.forward(q, k, v)
@@ -92,7 +100,9 @@ class _Ring:
                 k, v = (p.wait() for p in pending)
         return out, lse
 
-    def backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v; those of k and v travel with their block until they are home."""
         g = _wide(g)
         delta = (g * out).sum(-1, keepdim=True)

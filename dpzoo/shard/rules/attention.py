@@ -23,7 +23,6 @@ from dpzoo.shard.registry import RULE_OF, rule
 from dpzoo.shard.rules.parts import global_of, whole_values
 from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
 
-
 GATHER_BYTES = 64 * 2**20
 _mode = "auto"
 
@@ -83,9 +82,19 @@ def _ring_axis(q: Tensor, k: Tensor, v: Tensor) -> int | None:
         return None
     specs = [whole_values(t._spec) for t in (q, k, v)]  # type: ignore[attr-defined]
     axis = specs[0].axis_of(q.ndim - 2)
-    if axis is None or specs[0].layout.shape[axis] == 1 or q.shape[:-2] != k.shape[:-2] or k.shape[-2] != v.shape[-2] or q.shape[-1] != k.shape[-1]:
+    if (
+        axis is None
+        or specs[0].layout.shape[axis] == 1
+        or q.shape[:-2] != k.shape[:-2]
+        or k.shape[-2] != v.shape[-2]
+        or q.shape[-1] != k.shape[-1]
+    ):
         return None
-    if any(s.cuts != specs[0].cuts for s in specs) or q.ndim - 1 in specs[0].cuts or specs[1].sizes[axis] != specs[2].sizes[axis]:
+    if (
+        any(s.cuts != specs[0].cuts for s in specs)
+        or q.ndim - 1 in specs[0].cuts
+        or specs[1].sizes[axis] != specs[2].sizes[axis]
+    ):
         return None
     others = [[z for a, z in enumerate(s.sizes) if a != axis] for s in specs]
     same = others[0] == others[1] == others[2] and specs[0].layout is specs[1].layout is specs[2].layout
@@ -107,18 +116,25 @@ def _ring(q: Any, k: Any, v: Any, axis: int, causal: bool, scale: float | None) 
 
 
 @rule(name="sdpa")
-def _sdpa_rule(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool) -> Dims | None:
+def _sdpa_rule(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> Dims | None:
     """Batch, heads and queries may be cut; keys and values are brought to each rank whole."""
     ts = [query, key, value, *([attn_mask] if attn_mask is not None else [])]
     n = max(t.ndim for t in ts[:3])
     if n < 2 or any(t.ndim < 2 for t in ts):
         return None
-    batch = list(torch.broadcast_shapes(*[tuple(t.shape[:-2]) for t in ts[:3]])) if not enable_gqa else list(query.shape[:-2])
+    batch = (
+        list(torch.broadcast_shapes(*[tuple(t.shape[:-2]) for t in ts[:3]]))
+        if not enable_gqa
+        else list(query.shape[:-2])
+    )
 
     def lead(t: Tensor) -> Labels:
         k = t.ndim - 2
         return tuple(
-            None if size != batch[len(batch) - k + i] or size == 1 else len(batch) - k + i for i, size in enumerate(t.shape[:-2])
+            None if size != batch[len(batch) - k + i] or size == 1 else len(batch) - k + i
+            for i, size in enumerate(t.shape[:-2])
         )
 
     operands: list[Labels] = [(*lead(query), "n", "d"), (*lead(key), "m", "d"), (*lead(value), "m", "e")]
@@ -127,12 +143,16 @@ def _sdpa_rule(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
         whole.add(len(batch) - 1)  # type: ignore[arg-type]
     if attn_mask is not None:
         rows, columns = attn_mask.shape[-2:]
-        operands.append((*lead(attn_mask), "n" if rows == query.shape[-2] and rows != 1 else None, "m" if columns != 1 else None))
+        operands.append(
+            (*lead(attn_mask), "n" if rows == query.shape[-2] and rows != 1 else None, "m" if columns != 1 else None)
+        )
 
     def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if q.numel() == 0:  # torch asks for at least one query: keep the graph and the shape
             used = [t.sum() * 0 for t in (q, k, v, mask) if t is not None and t.is_floating_point()]
-            return sum(used) + v.new_zeros((*torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]), q.shape[-2], v.shape[-1]))
+            return sum(used) + v.new_zeros(
+                (*torch.broadcast_shapes(q.shape[:-2], v.shape[:-2]), q.shape[-2], v.shape[-1])
+            )
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
 
     return Dims(operands, [(*range(len(batch)), "n", "e")], local, whole=frozenset(whole))

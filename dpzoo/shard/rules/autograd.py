@@ -43,7 +43,9 @@ def _root_gradients(outputs: Sequence[Any], given: Any) -> list[Tensor | None]:
                 raise RuntimeError("grad can be implicitly created only for scalar outputs")
             g = torch.ones_like(out.detach())
         if tuple(g.shape) != tuple(out.shape):
-            raise RuntimeError(f"Mismatch in shape: grad_output has a shape of {tuple(g.shape)} and output has a shape of {tuple(out.shape)}.")
+            raise RuntimeError(
+                f"Mismatch in shape: grad_output has a shape of {tuple(g.shape)} and output has a shape of {tuple(out.shape)}."
+            )
         if not isinstance(g, ShardTensor):
             g = replicate(g, out)
         found.append(g if out._spec.is_partial else relayout(g, out._spec))
@@ -69,7 +71,12 @@ def backward(
 
 @handler(torch.Tensor.backward, name="Tensor.backward")
 def tensor_backward(
-    func: Any, self: Tensor, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    func: Any,
+    self: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
     """`Tensor.backward`."""
     backward(func, self, gradient, retain_graph, create_graph, inputs=inputs)

@@ -48,18 +48,33 @@ def conv(
     strides, dilations = per_dim(stride, n), per_dim(dilation, n)
     pads = (0,) * n if padding == "valid" else per_dim(padding, n) if not isinstance(padding, str) else None
     batch = {0} if input.ndim == n + 2 else set()
-    local_dims = {first + i for i in range(n) if pads and not pads[i] and weight.shape[2 + i] == strides[i] and (dilations[i] == 1 or strides[i] == 1)}
-    if any(d not in local_dims | batch for d in spec.cut_dims) or any(isinstance(t, ShardTensor) and not t._spec.is_replicated for t in (weight, bias)):
+    local_dims = {
+        first + i
+        for i in range(n)
+        if pads and not pads[i] and weight.shape[2 + i] == strides[i] and (dilations[i] == 1 or strides[i] == 1)
+    }
+    if any(d not in local_dims | batch for d in spec.cut_dims) or any(
+        isinstance(t, ShardTensor) and not t._spec.is_replicated for t in (weight, bias)
+    ):
         return gather_call(func, (), (input, weight, bias), call)
     if any(spec.shape[first + i] + 2 * p < weight.shape[2 + i] for i, p in enumerate(pads or ())):
         return gather_call(func, (), (input, weight, bias), call)  # torch says what is wrong
     return _windows(func, input, spec, weight, bias, call, {d: strides[d - first] for d in local_dims})
 
 
-def _windows(func: Any, x: ShardTensor, spec: ShardTensorSpec, weight: Tensor, bias: Tensor | None, call: dict[str, Any], step: dict[int, int]) -> Any:
+def _windows(
+    func: Any,
+    x: ShardTensor,
+    spec: ShardTensorSpec,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: dict[str, Any],
+    step: dict[int, int],
+) -> Any:
     """Each rank convolves its own windows; a rank without any runs one window of zeros and keeps none of it."""
     sizes = [
-        align_sizes_to(s, step[c]) if isinstance(c, int) and c in step else s for c, s in zip(spec.cuts, spec.sizes, strict=True)
+        align_sizes_to(s, step[c]) if isinstance(c, int) and c in step else s
+        for c, s in zip(spec.cuts, spec.sizes, strict=True)
     ]
     source = spec.like(sizes=sizes)
     axes = cut_axes(spec, range(x.ndim))
@@ -73,7 +88,10 @@ def _windows(func: Any, x: ShardTensor, spec: ShardTensorSpec, weight: Tensor, b
     out = func(local, whole_weight(weight, spec, axes), whole_weight(bias, spec, axes), **call)
     for d in short:
         out = out.narrow(d, 0, 0)
-    out_sizes = [tuple(n // step[c] for n in s) if isinstance(c, int) and c in step else s for c, s in zip(spec.cuts, sizes, strict=True)]
+    out_sizes = [
+        tuple(n // step[c] for n in s) if isinstance(c, int) and c in step else s
+        for c, s in zip(spec.cuts, sizes, strict=True)
+    ]
     return global_of(out, spec, spec.cuts, out_sizes)
 
 

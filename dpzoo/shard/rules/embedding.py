@@ -31,7 +31,9 @@ def embedding(
             "ShardTensor; leave these options off"
         )
     labels = tuple(range(input.ndim))
-    return Dims([labels, ("row", "e")], [(*labels, "e")], lambda i, w: F.embedding(i, w, padding_idx), whole=frozenset(["row"]))
+    return Dims(
+        [labels, ("row", "e")], [(*labels, "e")], lambda i, w: F.embedding(i, w, padding_idx), whole=frozenset(["row"])
+    )
 
 
 @rule(F.one_hot, torch._C._nn.one_hot)

@@ -19,7 +19,13 @@ from dpzoo.shard.transfer import move
 aten = torch.ops.aten
 
 
-@on(aten.clone.default, aten._to_copy.default, aten.resolve_conj.default, aten.resolve_neg.default, aten.contiguous.default)
+@on(
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten.contiguous.default,
+)
 def _copy(op: Any, x: ShardTensor, **kwargs: Any) -> ShardTensor:
     out = op(x._local_tensor, **kwargs)
     return wrap(out, x._spec.for_local(out))
@@ -34,7 +40,13 @@ def _like(op: Any, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     return wrap(out, spec.for_local(out))
 
 
-@on(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.new_empty_strided.default)
+@on(
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
 def _new(op: Any, x: ShardTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> ShardTensor:
     """Of the same shape: cut alike; of another: the same on every rank."""
     spec = x._spec
@@ -54,7 +66,12 @@ def _copy_(op: Any, x: Any, src: Tensor, non_blocking: bool = False) -> Any:
         assert isinstance(src, ShardTensor)
         x.copy_(move(src._local_tensor, src._spec, src._spec.replicated()))
         return x
-    if isinstance(src, ShardTensor) and src._spec.cuts == x._spec.cuts and src._spec.sizes == x._spec.sizes and src.ndim == x.ndim:
+    if (
+        isinstance(src, ShardTensor)
+        and src._spec.cuts == x._spec.cuts
+        and src._spec.sizes == x._spec.sizes
+        and src.ndim == x.ndim
+    ):
         x._local_tensor.copy_(src._local_tensor, non_blocking)
         return x
     from dpzoo.shard.dispatch_door import _local_for
@@ -118,7 +135,12 @@ def _cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     dim %= spec.ndim
     axis = spec.axis_of(dim)
     if axis is None:
-        return wrap_in(op([local_in(t, spec.layout, spec.cuts, spec.sizes) for t in tensors], dim), spec.layout, spec.cuts, spec.sizes)
+        return wrap_in(
+            op([local_in(t, spec.layout, spec.cuts, spec.sizes) for t in tensors], dim),
+            spec.layout,
+            spec.cuts,
+            spec.sizes,
+        )
     parts = [cut_along(t, axis, spec.layout.shape[axis]) for t in tensors]
     sizes, wanted = plan_cat([p or t.shape[dim] for p, t in zip(parts, tensors, strict=True)], spec.layout.shape[axis])
     me, pieces = spec.layout.coords[axis], []
@@ -144,7 +166,9 @@ def cut_along(t: Tensor, axis: int, parts: int) -> tuple[int, ...] | None:
     return None
 
 
-def plan_cat(operands: Sequence[int | tuple[int, ...]], parts: int) -> tuple[tuple[int, ...], list[list[tuple[int, int]]]]:
+def plan_cat(
+    operands: Sequence[int | tuple[int, ...]], parts: int
+) -> tuple[tuple[int, ...], list[list[tuple[int, int]]]]:
     """Sizes of a concatenation, and per operand the interval that each rank contributes to its shard of the result.
 
     A cut operand (its sizes) adds its shards to those of the others; a whole one (its length) goes to one shard: the
@@ -160,8 +184,8 @@ def plan_cat(operands: Sequence[int | tuple[int, ...]], parts: int) -> tuple[tup
     at, out, begin = starts(tuple(total)), [], 0
     for o in operands:
         n = o if isinstance(o, int) else sum(o)
-        out.append([(min(n, max(0, lo - begin)), min(n, max(0, hi - begin))) for lo, hi in zip(at, at[1:], strict=False)])
+        out.append(
+            [(min(n, max(0, lo - begin)), min(n, max(0, hi - begin))) for lo, hi in zip(at, at[1:], strict=False)]
+        )
         begin += n
     return tuple(total), out
-
-

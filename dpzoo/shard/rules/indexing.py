@@ -46,7 +46,10 @@ def _whole(i: Any) -> Any:
 def _one_index_tensor(index: Any, ndim: int) -> tuple[int, Any, Tensor] | None:
     """(dim, basic index of the other dims, index tensor) if there is one integer index tensor and else only full slices."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.tensor(i) if isinstance(i, (list, range)) and len(i) and all(type(k) is int for k in i) else i for i in items]
+    items = [
+        torch.tensor(i) if isinstance(i, (list, range)) and len(i) and all(type(k) is int for k in i) else i
+        for i in items
+    ]
     found = [k for k, i in enumerate(items) if isinstance(i, Tensor)]
     if len(found) != 1 or any(not isinstance(i, (slice, type(Ellipsis), Tensor)) for i in items):
         return None
@@ -65,7 +68,10 @@ def _take(input: Tensor, dim: int, index: Tensor) -> Dims | None:
     names = tuple(f"i{k}" for k in range(index.ndim))
     slices = (slice(None),) * dim
     return Dims(
-        [labels, names], [(*labels[:dim], *names, *labels[dim + 1 :])], lambda x, i: x[(*slices, i)], whole=frozenset([dim])
+        [labels, names],
+        [(*labels[:dim], *names, *labels[dim + 1 :])],
+        lambda x, i: x[(*slices, i)],
+        whole=frozenset([dim]),
     )
 
 
@@ -98,7 +104,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 @handler(*spellings("take_along_dim"), name="take_along_dim")
 def take_along_dim(func: Any, input: Tensor, indices: Tensor, dim: int | None = None, *, out: Any = None) -> Any:
     """gather with broadcasting of the other dims."""
-    if out is not None or input.ndim != indices.ndim and dim is not None:
+    if out is not None or (input.ndim != indices.ndim and dim is not None):
         return gather_call(func, (), (input, indices, dim), {} if out is None else {"out": out})
     if dim is None:
         return torch.gather(input.flatten(), 0, indices.flatten())
@@ -114,10 +120,27 @@ def select(func: Any, input: Any, dim: int, index: int) -> Any:
     return native(torch.Tensor.select, (ShardTensor,), (input, dim, index), {})
 
 
-@handler(*spellings("narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "hsplit", "vsplit", "dsplit"), name="split")
+@handler(
+    *spellings(
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "tensor_split",
+        "unsafe_split",
+        "unsafe_chunk",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+    ),
+    name="split",
+)
 def parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Parts along a dim are views of the shards."""
-    if any(isinstance(a, Tensor) for a in (*args[1:], *(v for k, v in kwargs.items() if k not in ("input", "self", "tensor")))):
+    if any(
+        isinstance(a, Tensor)
+        for a in (*args[1:], *(v for k, v in kwargs.items() if k not in ("input", "self", "tensor")))
+    ):
         return gather_call(func, (), args, kwargs)
     name = {"unsafe_split": "split", "unsafe_chunk": "chunk"}.get(func.__name__, func.__name__)
     if "axis" in kwargs:
@@ -125,7 +148,9 @@ def parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     first = args[0] if args else kwargs.pop("input", kwargs.pop("tensor", kwargs.pop("self", None)))
     rest = args[1:]
     if name == "split":
-        return _split(first, *rest, **{("split_size" if k == "split_size_or_sections" else k): v for k, v in kwargs.items()})
+        return _split(
+            first, *rest, **{("split_size" if k == "split_size_or_sections" else k): v for k, v in kwargs.items()}
+        )
     return native(getattr(torch.Tensor, name), (ShardTensor,), (first, *rest), kwargs)
 
 
@@ -215,7 +240,9 @@ def _as_slices(index: Any, x: Tensor) -> tuple[Any, ...]:
 def _spread(value: ShardTensor, x: ShardTensor, index: Any) -> Tensor:
     """`value` (shape of `x[index]`) at its place in a tensor shaped like `x`, zeros elsewhere: the transpose of indexing."""
     slices = _as_slices(index, x)
-    value = value.reshape([len(range(*s.indices(n))) for s, n in zip(slices, x.shape, strict=False)] + list(x.shape[len(slices) :]))
+    value = value.reshape(
+        [len(range(*s.indices(n))) for s, n in zip(slices, x.shape, strict=False)] + list(x.shape[len(slices) :])
+    )
     for d, s in enumerate(slices):
         lo, hi, step = s.indices(x.shape[d])
         if (lo, hi, step) != (0, x.shape[d], 1):
@@ -250,5 +277,3 @@ def _set_gathered(x: ShardTensor, index: Any, value: Any) -> None:
 
     write.__name__ = "setitem"
     x.copy_(gather_call(write, (), (x, value), {}))
-
-

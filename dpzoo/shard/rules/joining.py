@@ -26,7 +26,12 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Dims | None:
     n = tensors[0].ndim
     at = dim % (n + 1)
     labels = tuple(range(n))
-    return Dims([labels] * len(tensors), [(*labels[:at], "new", *labels[at:])], lambda *ts: torch.stack(ts, at), whole=frozenset(["new"]))
+    return Dims(
+        [labels] * len(tensors),
+        [(*labels[:at], "new", *labels[at:])],
+        lambda *ts: torch.stack(ts, at),
+        whole=frozenset(["new"]),
+    )
 
 
 @rule(name="cat")
@@ -61,8 +66,15 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None 
 
         return RULE_OF["cat"](func, (), (tensors, d), {})
     base = next(s for s in specs if s.axis_of(d) is not None)
-    parts = [cut_along(t, axis_cut, layout.shape[axis_cut]) if isinstance(t, ShardTensor) and t._spec.axis_of(d) == axis_cut else None for t in tensors]
-    sizes, wanted = plan_cat([t.shape[d] if p is None else p for p, t in zip(parts, tensors, strict=True)], layout.shape[axis_cut])
+    parts = [
+        cut_along(t, axis_cut, layout.shape[axis_cut])
+        if isinstance(t, ShardTensor) and t._spec.axis_of(d) == axis_cut
+        else None
+        for t in tensors
+    ]
+    sizes, wanted = plan_cat(
+        [t.shape[d] if p is None else p for p, t in zip(parts, tensors, strict=True)], layout.shape[axis_cut]
+    )
     pieces = [
         _piece(t.to(dtype), base, d, axis_cut, own, tuple((w,) for w in want))
         for t, own, want in zip(tensors, parts, wanted, strict=True)

@@ -66,7 +66,13 @@ for _loss in (
 # ---------------------------------------------------------------------- classes
 def _class_rule(op: Callable[..., Any], name: str) -> None:
     @rule(name=name)
-    def plan(input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0) -> Dims | None:
+    def plan(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Dims | None:
         """The loss of every sample; the class dim is needed whole."""
         c = 1 if input.ndim > 1 else 0
         labels: tuple[int | str, ...] = (*(i for i in range(c)), "class", *range(c + 1, input.ndim))
@@ -85,13 +91,19 @@ _class_rule(F.cross_entropy, "cross_entropy per sample")
 _class_rule(F.nll_loss, "nll_loss per sample")
 
 
-def _class_loss(func: Any, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float) -> Any:
+def _class_loss(
+    func: Any, input: Any, target: Any, weight: Any, ignore_index: int, reduction: str, smoothing: float
+) -> Any:
     options: dict[str, Any] = {"label_smoothing": smoothing} if func is F.cross_entropy else {}
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not _shapes_fit(input, target):
-        return gather_call(func, (), (input, target, weight), {"ignore_index": ignore_index, "reduction": reduction, **options})
-    loss = RULE_OF[f"{func.__name__} per sample"](func, (ShardTensor,), (input, target, weight), {"ignore_index": ignore_index, **options})
+        return gather_call(
+            func, (), (input, target, weight), {"ignore_index": ignore_index, "reduction": reduction, **options}
+        )
+    loss = RULE_OF[f"{func.__name__} per sample"](
+        func, (ShardTensor,), (input, target, weight), {"ignore_index": ignore_index, **options}
+    )
     if reduction != "mean":
         return _reduced(loss, reduction)
     if target.is_floating_point():
@@ -116,7 +128,9 @@ def cross_entropy(
     reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
     """Cross entropy with class indices or probabilities; the mean is weighted over all shards."""
-    return _class_loss(F.cross_entropy, input, target, weight, ignore_index, _legacy(size_average, reduce, reduction), label_smoothing)
+    return _class_loss(
+        F.cross_entropy, input, target, weight, ignore_index, _legacy(size_average, reduce, reduction), label_smoothing
+    )
 
 
 @handler(F.nll_loss, name="nll_loss")

@@ -23,7 +23,9 @@ class _Linear(torch.autograd.Function):
     """x @ w.T + b on shards of any but the last dim, as one node: the shape of most of a transformer's time."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, w: Tensor, b: Tensor | None, out: ShardTensorSpec, groups: tuple[str, ...]) -> ShardTensor:
+    def forward(
+        ctx: Any, x: ShardTensor, w: Tensor, b: Tensor | None, out: ShardTensorSpec, groups: tuple[str, ...]
+    ) -> ShardTensor:
         ctx.save_for_backward(x, w, b)
         ctx.groups, ctx.defer, ctx.out = groups, gradients.may_defer(), out
         return wrap(F.linear(x._local_tensor, w, b), out)
@@ -63,8 +65,18 @@ def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     input, weight, bias = _linear_args(*args, **kwargs)
     if isinstance(input, ShardTensor):
         spec = input._spec
-        plain = not isinstance(weight, ShardTensor) and weight.__class__ in _PLAIN and (bias is None or bias.__class__ in _PLAIN)
-        if plain and spec.ndim - 1 not in spec.cuts and not spec.is_partial and weight.ndim == 2 and not _autocast(input):
+        plain = (
+            not isinstance(weight, ShardTensor)
+            and weight.__class__ in _PLAIN
+            and (bias is None or bias.__class__ in _PLAIN)
+        )
+        if (
+            plain
+            and spec.ndim - 1 not in spec.cuts
+            and not spec.is_partial
+            and weight.ndim == 2
+            and not _autocast(input)
+        ):
             if weight.shape[1] == spec.shape[-1] and weight.dtype is spec.dtype:
                 out, groups = _linear_layout(spec, weight.shape[0])
                 if torch.is_grad_enabled():
@@ -83,7 +95,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _autocast(t: Tensor) -> bool:
-    return torch.is_autocast_enabled(t.device.type)
+    return torch._C._is_any_autocast_enabled()
 
 
 def _contraction_cut(x: Tensor, w: Tensor) -> bool:
@@ -95,7 +107,13 @@ def _linear_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> D
     batch: Labels = tuple(range(input.ndim - 1))
     w: Labels = ("o", "i") if weight.ndim == 2 else ("i",)
     operands: list[Labels] = [(*batch, "i"), w, *([w[:-1]] if bias is not None else [])]
-    return Dims(operands, [(*batch, *w[:-1])], F.linear, sums=frozenset("i") if bias is None else frozenset(), whole=frozenset() if bias is None else frozenset("i"))
+    return Dims(
+        operands,
+        [(*batch, *w[:-1])],
+        F.linear,
+        sums=frozenset("i") if bias is None else frozenset(),
+        whole=frozenset() if bias is None else frozenset("i"),
+    )
 
 
 from dpzoo.shard.tensor import FUNCTIONS  # noqa: E402
@@ -120,7 +138,9 @@ def _matmul_labels(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[Labels, Labe
 
     def lead(shape: tuple[int, ...]) -> Labels:
         dims = shape[:-2]
-        return tuple(None if size == 1 and batch[n - len(dims) + i] != 1 else n - len(dims) + i for i, size in enumerate(dims))
+        return tuple(
+            None if size == 1 and batch[n - len(dims) + i] != 1 else n - len(dims) + i for i, size in enumerate(dims)
+        )
 
     a: Labels = (*lead(x), "m", "k") if len(x) > 1 else ("k",)
     b: Labels = (*lead(y), "k", "n") if len(y) > 1 else ("k",)
@@ -136,10 +156,16 @@ def rmatmul(func: Any, self: Tensor, other: Tensor) -> Any:
 
 def _added(name: str, product: Any) -> None:
     @handler(*spellings(name), name=name)
-    def answer(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None) -> Any:
+    def answer(
+        func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
+    ) -> Any:
         result = product(a, b)
         result = result if alpha == 1 else result * alpha
-        total = result.expand(torch.broadcast_shapes(input.shape, result.shape)) if beta == 0 else result + (input if beta == 1 else input * beta)
+        total = (
+            result.expand(torch.broadcast_shapes(input.shape, result.shape))
+            if beta == 0
+            else result + (input if beta == 1 else input * beta)
+        )
         if out is not None:
             out.copy_(total)
             return out
@@ -213,7 +239,8 @@ def einsum(equation: Any, *operands: Any) -> Dims | None:
         for c, n in zip(names, t.shape, strict=True):
             sizes[c] = max(sizes.get(c, 1), n)
     cut_names: list[Labels] = [
-        tuple(c if n == sizes[c] else None for c, n in zip(names, t.shape, strict=True)) for t, names in zip(operands, labels, strict=True)
+        tuple(c if n == sizes[c] else None for c, n in zip(names, t.shape, strict=True))
+        for t, names in zip(operands, labels, strict=True)
     ]
     repeated = frozenset(c for names in labels for c in names if names.count(c) > 1)
     alone = frozenset(c for c in sizes if c not in out)
@@ -237,5 +264,3 @@ def tensordot(func: Any, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -
         y[j] = x[i]
     kept = [c for d, c in enumerate(x) if d not in left] + [c for d, c in enumerate(y) if d not in right]
     return torch.einsum(f"{''.join(x)},{''.join(y)}->{''.join(kept)}", a, b)
-
-

@@ -39,12 +39,19 @@ def _softmax_on_cut(x: ShardTensor, dim: int, log: bool) -> ShardTensor:
 
 
 def _softmax_family(name: str, log: bool) -> None:
-    def plan(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Dims | None:
+    def plan(
+        input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Dims | None:
         if dim is None:
             return None
         labels = tuple(range(input.ndim))
         op = torch.log_softmax if log else torch.softmax
-        return Dims([labels], [labels], lambda t: op(t, dim, dtype), whole=frozenset([normal_dim(dim, input.ndim)] if input.ndim else []))
+        return Dims(
+            [labels],
+            [labels],
+            lambda t: op(t, dim, dtype),
+            whole=frozenset([normal_dim(dim, input.ndim)] if input.ndim else []),
+        )
 
     rule(name=name)(plan)
 
@@ -65,7 +72,9 @@ _softmax_family("log_softmax", True)
 
 
 @handler(F.softmin, name="softmin")
-def softmin(func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def softmin(
+    func: Any, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
     """Softmax of the negative."""
     return gather_call(func, (), (input, dim), {"dtype": dtype}) if dim is None else torch.softmax(-input, dim, dtype)
 
@@ -75,7 +84,15 @@ class _LayerNorm(torch.autograd.Function):
     """layer_norm over uncut dims as one node."""
 
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, w: Tensor | None, b: Tensor | None, shape: tuple[int, ...], eps: float, groups: tuple[str, ...]) -> ShardTensor:
+    def forward(
+        ctx: Any,
+        x: ShardTensor,
+        w: Tensor | None,
+        b: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+        groups: tuple[str, ...],
+    ) -> ShardTensor:
         out, mean, rstd = torch.ops.aten.native_layer_norm.default(x._local_tensor, shape, w, b, eps)
         ctx.save_for_backward(x, w, b, mean, rstd)
         ctx.shape, ctx.eps, ctx.groups, ctx.defer = shape, eps, groups, gradients.may_defer()
@@ -87,11 +104,15 @@ class _LayerNorm(torch.autograd.Function):
         x, w, b, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():
             rule = RULE_OF["layer_norm"]
-            found = gradients.again(ctx, lambda x, w, b: rule(F.layer_norm, (), (x, ctx.shape, w, b, ctx.eps), {}), (x, w, b), g)
+            found = gradients.again(
+                ctx, lambda x, w, b: rule(F.layer_norm, (), (x, ctx.shape, w, b, ctx.eps), {}), (x, w, b), g
+            )
             return *found, None, None, None
         needs = list(ctx.needs_input_grad[:3])
         local = shard_of_grad(g, ctx.out)
-        gx, gw, gb = torch.ops.aten.native_layer_norm_backward.default(local, x._local_tensor, ctx.shape, mean, rstd, w, b, needs)
+        gx, gw, gb = torch.ops.aten.native_layer_norm_backward.default(
+            local, x._local_tensor, ctx.shape, mean, rstd, w, b, needs
+        )
         gx = wrap(gx, x._spec.for_local(gx)) if needs[0] else None
         gw = gradients.weight_grad(ctx, 1, gw, ctx.groups) if needs[1] else None
         gb = gradients.weight_grad(ctx, 2, gb, ctx.groups) if needs[2] else None
@@ -108,16 +129,32 @@ def _norm_groups(spec: ShardTensorSpec, shape: tuple[int, ...]) -> tuple[str, ..
         if len(_NORM_GROUPS) > 4096:
             _NORM_GROUPS.clear()
         first = spec.ndim - len(shape)
-        fits = len(shape) > 0 and tuple(spec.shape[first:]) == shape and not spec.is_partial and not any(d >= first for d in spec.cut_dims)
+        fits = (
+            len(shape) > 0
+            and tuple(spec.shape[first:]) == shape
+            and not spec.is_partial
+            and not any(d >= first for d in spec.cut_dims)
+        )
         _NORM_GROUPS[key] = groups_of(spec, cut_axes(spec, range(first))) if fits else None
     return _NORM_GROUPS[key]
 
 
 @handler(F.layer_norm, torch.layer_norm, name="layer_norm as one node")
-def layer_norm_call(func: Any, input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Any:
+def layer_norm_call(
+    func: Any,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
     """Plain weights, uncut normalized dims and no autocast take the one-node path."""
-    if isinstance(input, ShardTensor) and torch.is_grad_enabled() and not torch.is_autocast_enabled(input.device.type):
-        plain = all(t is None or (t.__class__ in (Tensor, torch.nn.Parameter) and t.dtype is input.dtype) for t in (weight, bias))
+    if isinstance(input, ShardTensor) and torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
+        plain = all(
+            t is None or (t.__class__ in (Tensor, torch.nn.Parameter) and t.dtype is input.dtype)
+            for t in (weight, bias)
+        )
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         groups = _norm_groups(input._spec, shape) if plain else None
         if groups is not None and (weight is None or tuple(weight.shape) == shape):
@@ -126,13 +163,22 @@ def layer_norm_call(func: Any, input: Any, normalized_shape: Any, weight: Any = 
 
 
 @rule(name="layer_norm")
-def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True) -> Dims | None:
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Dims | None:
     """Statistics over the last dims, which each rank sees whole."""
     return _over_last(F.layer_norm, input, normalized_shape, [weight, bias], eps)
 
 
 @rule(F.rms_norm, torch.rms_norm)
-def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Dims | None:
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Dims | None:
     """Root mean square over the last dims, which each rank sees whole."""
     return _over_last(F.rms_norm, input, normalized_shape, [weight], eps)
 
@@ -172,7 +218,9 @@ def _register_along(name: str, outputs: int, default: int | None, same_length: b
         d = normal_dim(dim, input.ndim)
         labels: Labels = tuple(range(input.ndim))
         out: Labels = labels if same_length else (*labels[:d], "new", *labels[d + 1 :])
-        reduced = name in _REDUCED_UNLESS_KEPT and not kwargs.get("keepdim", args[position] if len(args) > position else False)
+        reduced = name in _REDUCED_UNLESS_KEPT and not kwargs.get(
+            "keepdim", args[position] if len(args) > position else False
+        )
         if reduced:
             out = (*labels[:d], *labels[d + 1 :])
         func = next(f for f in spellings(name) if f is not None)
@@ -197,5 +245,3 @@ _along(["glu"], default=-1, same_length=False)
 def msort(func: Any, input: Tensor, *, out: Any = None) -> Any:
     """Sort along dim 0."""
     return torch.sort(input, dim=0)[0] if out is None else gather_call(func, (), (input,), {"out": out})
-
-

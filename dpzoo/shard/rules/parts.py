@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard.bridges import from_shard, to_shard
+from dpzoo.shard.dispatch_door import spec_in
 from dpzoo.shard.partition import Sizes
-from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, stride_like
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
 
 
@@ -37,18 +38,16 @@ def whole_values(spec: ShardTensorSpec) -> ShardTensorSpec:
     return spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts))
 
 
-def on_shards(x: ShardTensor, op: Callable[[Tensor], Tensor], cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensor:
+def on_shards(
+    x: ShardTensor, op: Callable[[Tensor], Tensor], cuts: Sequence[Cut], sizes: Sequence[Sizes]
+) -> ShardTensor:
     """Run `op` on the shard as it is; the result is cut as told. Differentiable."""
     return global_of(op(to_shard(x, whole_values(x._spec))), x._spec, cuts, sizes)
 
 
 def global_of(local: Tensor, like: ShardTensorSpec, cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensor:
     """The global tensor that these local tensors make up, on the mesh of `like`. Differentiable."""
-    shape = list(local.shape)
-    for axis, cut in enumerate(cuts):
-        if isinstance(cut, int) and cut >= 0:
-            shape[cut] = sum(sizes[axis])
-    return from_shard(local, ShardTensorSpec.make(like.layout, cuts, sizes, shape, local.dtype, stride_like(shape, local)))
+    return from_shard(local, spec_in(local, like.layout, tuple(cuts), tuple(sizes)))
 
 
 def layout_without(spec: ShardTensorSpec, dims: Sequence[int], keepdim: bool) -> tuple[list[Cut], list[Sizes]]:
@@ -63,7 +62,9 @@ def layout_without(spec: ShardTensorSpec, dims: Sequence[int], keepdim: bool) ->
 
 def cut_axes(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
     """Mesh axes of more than one rank that cut one of `dims`."""
-    return tuple(a for a, c in enumerate(spec.cuts) if isinstance(c, int) and c in dims and c >= 0 and spec.layout.shape[a] > 1)
+    return tuple(
+        a for a, c in enumerate(spec.cuts) if isinstance(c, int) and c in dims and c >= 0 and spec.layout.shape[a] > 1
+    )
 
 
 def groups_of(spec: ShardTensorSpec, axes: Sequence[int]) -> tuple[str, ...]:

@@ -40,7 +40,9 @@ def _drop(x: ShardTensor, p: float, training: bool, inplace: bool, shape: Any = 
 
 
 @handler(F.dropout, torch.dropout, name="dropout")
-def dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> Any:
+def dropout(
+    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> Any:
     """Drop elements: independent between shards, the same on replicas, the same for any number of ranks."""
     return _drop(input, p, training if train is None else train, inplace)
 
@@ -57,7 +59,21 @@ _feature_dropout(F.dropout2d, None)
 _feature_dropout(F.dropout3d, 3)
 
 
-@handler(F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, F.gumbel_softmax, torch.multinomial, torch.Tensor.multinomial, torch.Tensor.exponential_, torch.Tensor.cauchy_, torch.Tensor.geometric_, torch.Tensor.log_normal_, torch.poisson, torch.binomial, name="random ops refused")
+@handler(
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.rrelu,
+    F.gumbel_softmax,
+    torch.multinomial,
+    torch.Tensor.multinomial,
+    torch.Tensor.exponential_,
+    torch.Tensor.cauchy_,
+    torch.Tensor.geometric_,
+    torch.Tensor.log_normal_,
+    torch.poisson,
+    torch.binomial,
+    name="random ops refused",
+)
 def refused(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Random ops whose values would differ between ranks."""
     return refuse(func, (), args, kwargs)
@@ -86,10 +102,14 @@ def randn_like(func: Any, input: Any, *, dtype: Any = None, requires_grad: bool 
 
 
 @handler(*spellings("randint_like"), name="randint_like")
-def randint_like(func: Any, input: Any, *bounds: int, low: int = 0, high: int | None = None, dtype: Any = None, **_: Any) -> ShardTensor:
+def randint_like(
+    func: Any, input: Any, *bounds: int, low: int = 0, high: int | None = None, dtype: Any = None, **_: Any
+) -> ShardTensor:
     """Integers in [low, high)."""
     if bounds:
-        low, high = (bounds[0], bounds[1]) if len(bounds) > 1 else ((low, bounds[0]) if high is None else (bounds[0], high))
+        low, high = (
+            (bounds[0], bounds[1]) if len(bounds) > 1 else ((low, bounds[0]) if high is None else (bounds[0], high))
+        )
     assert high is not None
     return _made(input, random.integers(_like(input, dtype), input.device, low, high), dtype)
 
@@ -102,11 +122,17 @@ def bernoulli(func: Any, input: Any, p: float | None = None, *, generator: Any =
     return (_uniform_like(input) < (input.detach() if p is None else p)).to(input.dtype)
 
 
-@handler(torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.random_, name="random fills")
+@handler(
+    torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.random_, name="random fills"
+)
 def fills(func: Any, self: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     """In-place random fills."""
     if not isinstance(self, ShardTensor) or generator is not None:
-        return gather_call(func, (), (self, *args), kwargs) if not isinstance(self, ShardTensor) else refuse(func, (), (self,), kwargs)
+        return (
+            gather_call(func, (), (self, *args), kwargs)
+            if not isinstance(self, ShardTensor)
+            else refuse(func, (), (self,), kwargs)
+        )
     return self.copy_(_filled(func.__name__, self, *args, **kwargs))
 
 
@@ -122,8 +148,14 @@ def _filled(name: str, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor
     if name == "bernoulli_":
         p = args[0] if args else kwargs.get("p", 0.5)
         return (_uniform_like(x) < p).to(x.dtype)
-    limit = 2**24 if x.dtype is torch.float32 else 2**53 if x.dtype is torch.float64 else torch.iinfo(x.dtype).max if not x.dtype.is_floating_point else 2**8
+    limit = (
+        2**24
+        if x.dtype is torch.float32
+        else 2**53
+        if x.dtype is torch.float64
+        else torch.iinfo(x.dtype).max
+        if not x.dtype.is_floating_point
+        else 2**8
+    )
     low, high = (0, args[0]) if len(args) == 1 else args[:2] if args else (0, limit)
     return _made(x, random.integers(spec, x.device, low, high), None)
-
-

@@ -79,7 +79,10 @@ def _reduction(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
     def register(f: Callable[..., Any]) -> Callable[..., Any]:
         def answer(func: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs = {{"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}.get(k, k): v for k, v in kwargs.items()}
+            kwargs = {
+                {"axis": "dim", "keepdims": "keepdim", "x": "input", "self": "input"}.get(k, k): v
+                for k, v in kwargs.items()
+            }
             if args:
                 kwargs["input"], args = args[0], args[1:]
             x, out = kwargs.pop("input"), kwargs.pop("out", None)
@@ -116,7 +119,9 @@ def nansum(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: tor
 def mean(x: ShardTensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> ShardTensor:
     """Mean over dims: the sum of all shards over the global count, so that shards weigh by their size."""
     if not (dtype or x.dtype).is_floating_point and not (dtype or x.dtype).is_complex:
-        raise RuntimeError(f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: {x.dtype}")
+        raise RuntimeError(
+            f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: {x.dtype}"
+        )
     r = _Reduction(x, dim, keepdim)
     if not r.axes:
         return r.out(torch.mean(r.local, r.dims, keepdim, dtype=dtype) if x.ndim else r.local.mean(dtype=dtype))
@@ -274,7 +279,9 @@ def min_(x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
 
 # ---------------------------------------------------------------------- products and logic
 @_reduction("prod")
-def prod(x: ShardTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> ShardTensor:
+def prod(
+    x: ShardTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> ShardTensor:
     """Product over one dim or all."""
     r = _Reduction(x, dim, keepdim)
     part = torch.prod(r.local, dtype=dtype) if dim is None else torch.prod(r.local, dim, keepdim, dtype=dtype)
@@ -341,7 +348,11 @@ def _variance(x: ShardTensor, args: tuple[Any, ...], options: dict[str, Any]) ->
         correction = 1 if options.get("unbiased", True) or options.get("unbiased") is None else 0
     r = _Reduction(x, options.get("dim"), keepdim)
     mean_, deviation = moments(r)
-    var = deviation / max(0, r.count - correction) if r.count - correction > 0 else deviation / torch.zeros_like(deviation)
+    var = (
+        deviation / max(0, r.count - correction)
+        if r.count - correction > 0
+        else deviation / torch.zeros_like(deviation)
+    )
     if not keepdim:
         var, mean_ = var.squeeze(r.dims), mean_.squeeze(r.dims)
     return r, var.to(x.dtype), mean_.to(x.dtype)
@@ -355,7 +366,12 @@ def _root(var: Tensor) -> Tensor:
 
 def _moment_op(name: str, pick: Callable[[Tensor, Tensor], Any]) -> None:
     def answer(x: ShardTensor, *args: Any, **options: Any) -> Any:
-        if x.dtype.is_complex or not x.dtype.is_floating_point or not x.ndim or not cut_axes(whole_values(x._spec), range(x.ndim)):
+        if (
+            x.dtype.is_complex
+            or not x.dtype.is_floating_point
+            or not x.ndim
+            or not cut_axes(whole_values(x._spec), range(x.ndim))
+        ):
             return _local_moments(getattr(torch, name), x, args, options)
         r, var, mean_ = _variance(x, args, options)
         out = pick(var, mean_)
@@ -391,26 +407,56 @@ def vector_norm(x: ShardTensor, p: float, dim: Any, keepdim: bool, dtype: torch.
 
 
 @_reduction("vector_norm")
-def _linalg_vector_norm(x: ShardTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _linalg_vector_norm(
+    x: ShardTensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     if dim is None and keepdim is False:
         return vector_norm(x, ord, None, False, dtype)
     return vector_norm(x, ord, dim, keepdim, dtype)
 
 
 @_reduction("norm", "frobenius_norm")
-def norm(x: ShardTensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None, *, ord: Any = "unset") -> Any:
+def norm(
+    x: ShardTensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    *,
+    ord: Any = "unset",
+) -> Any:
     """`torch.norm` and `Tensor.norm`: vector norms; matrix norms are gathered."""
     if ord != "unset" or p == "nuc" or isinstance(p, (tuple, list)):
-        return gather_call(torch.linalg.norm if ord != "unset" else torch.norm, (), (x, *([p] if ord == "unset" else [ord])), {"dim": dim, "keepdim": keepdim, "dtype": dtype})
+        return gather_call(
+            torch.linalg.norm if ord != "unset" else torch.norm,
+            (),
+            (x, *([p] if ord == "unset" else [ord])),
+            {"dim": dim, "keepdim": keepdim, "dtype": dtype},
+        )
     return vector_norm(x, 2 if p in ("fro", None) else float(p), dim, keepdim, dtype)
 
 
 @handler(torch.linalg.norm, name="linalg.norm")
-def linalg_norm(func: Any, x: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, out: Any = None) -> Any:
+def linalg_norm(
+    func: Any,
+    x: Any,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Any = None,
+) -> Any:
     """`torch.linalg.norm`: vector cases are native, matrix norms are gathered."""
-    vector = isinstance(x, ShardTensor) and out is None and (ord is None or (isinstance(ord, (int, float)) and (isinstance(dim, int) or x.ndim == 1)))
+    vector = (
+        isinstance(x, ShardTensor)
+        and out is None
+        and (ord is None or (isinstance(ord, (int, float)) and (isinstance(dim, int) or x.ndim == 1)))
+    )
     if not vector:
-        return gather_call(func, (), (x, ord, dim, keepdim), {"dtype": dtype, **({"out": out} if out is not None else {})})
+        return gather_call(
+            func, (), (x, ord, dim, keepdim), {"dtype": dtype, **({"out": out} if out is not None else {})}
+        )
     return vector_norm(x, 2 if ord is None else float(ord), dim, keepdim, dtype)
 
 
@@ -427,5 +473,3 @@ def cosine_similarity(func: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e
     """Dot product over norms along a dim; each norm is bounded below by eps, as in torch."""
     n1, n2 = torch.linalg.vector_norm(x1, 2, dim, True), torch.linalg.vector_norm(x2, 2, dim, True)
     return ((x1 / n1.clamp_min(eps)) * (x2 / n2.clamp_min(eps))).sum(dim)
-
-

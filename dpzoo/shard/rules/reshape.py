@@ -15,15 +15,24 @@ from dpzoo.shard.function_door import native
 from dpzoo.shard.registry import handler, spellings
 from dpzoo.shard.rules.parts import normal_dim, normal_dims, whole_values
 from dpzoo.shard.rules.views import reshape_source, resolve_size, without_cut
+from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
+
+_SOURCES: dict[tuple[ShardTensorSpec, tuple[int, ...]], ShardTensorSpec] = {}
 
 
 def reshape_to(x: Any, size: Sequence[int], op: Any = torch.Tensor.reshape) -> Any:
     """`x` in a new shape, its borders moved first where that is needed."""
     if not isinstance(x, ShardTensor):
         return op(x, size)
-    source = reshape_source(whole_values(x._spec), resolve_size(x.shape, size))
-    return native(op, (ShardTensor,), (relayout(x, source), tuple(size)), {})
+    size = tuple(size)
+    key = (x._spec, size)
+    source = _SOURCES.get(key)
+    if source is None:
+        if len(_SOURCES) > 16384:
+            _SOURCES.clear()
+        source = _SOURCES[key] = reshape_source(whole_values(x._spec), resolve_size(x.shape, size))
+    return native(op, (ShardTensor,), (x if source is x._spec else relayout(x, source), size), {})
 
 
 def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -18,7 +18,11 @@ from dpzoo.shard.tensor import ShardTensor
 
 
 def _fetched(
-    x: ShardTensor, dim: int, sizes: tuple[int, ...], want: Callable[[Interval], Sequence[Interval]], finish: Callable[[Tensor], Tensor]
+    x: ShardTensor,
+    dim: int,
+    sizes: tuple[int, ...],
+    want: Callable[[Interval], Sequence[Interval]],
+    finish: Callable[[Tensor], Tensor],
 ) -> ShardTensor:
     """The result is cut along `dim` in `sizes`; `want` gives the input intervals of an output interval."""
     spec = whole_values(x._spec)
@@ -63,7 +67,9 @@ def roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
 def flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Reverse along dims."""
     name = func.__name__
-    given: Any = {"fliplr": (1,), "flipud": (0,)}.get(name, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims or kwargs.get("dims"))
+    given: Any = {"fliplr": (1,), "flipud": (0,)}.get(
+        name, dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims or kwargs.get("dims")
+    )
     if not isinstance(input, ShardTensor) or (name != "flip" and input.ndim < 2):
         return gather_call(func, (), (input, *dims), kwargs)
     chosen = normal_dims((given,) if isinstance(given, int) else given, input.ndim) if given else ()
@@ -102,7 +108,9 @@ def repeat(func: Any, input: Any, *repeats: Any, **kwargs: Any) -> Any:
     whole = whole_values(input._spec)
     cut = [d for d in whole.cut_dims if times[d] != 1]
     local = [1 if d in cut else t for d, t in enumerate(times)]
-    out: Any = on_shards(input, lambda t: t.repeat(local), whole.cuts, whole.sizes) if any(t != 1 for t in local) else input
+    out: Any = (
+        on_shards(input, lambda t: t.repeat(local), whole.cuts, whole.sizes) if any(t != 1 for t in local) else input
+    )
     for d in cut:
         out = _repeat_one(out, d, times[d])
     return out if out is not input else input.clone()
@@ -121,10 +129,17 @@ def _repeat_one(x: ShardTensor, dim: int, times: int) -> ShardTensor:
 
 
 @handler(*spellings("repeat_interleave"), name="repeat_interleave")
-def repeat_interleave(func: Any, input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None) -> Any:
+def repeat_interleave(
+    func: Any, input: Any, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
     """Each row several times: local for a constant count."""
     if not isinstance(input, ShardTensor) or not isinstance(repeats, int) or repeats < 0:
-        return gather_call(func, (), (input, *([] if repeats is None else [repeats])), {"dim": dim, "output_size": output_size} if repeats is not None else {})
+        return gather_call(
+            func,
+            (),
+            (input, *([] if repeats is None else [repeats])),
+            {"dim": dim, "output_size": output_size} if repeats is not None else {},
+        )
     if dim is None:
         return repeat_interleave(func, input.flatten(), repeats, 0)
     d, whole = normal_dim(dim, input.ndim), whole_values(input._spec)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.shard.dispatch_door import on
+from dpzoo.shard.dispatch_door import on, spec_in
 from dpzoo.shard.partition import Sizes, align_sizes, cut_at, even_sizes, local_range, starts
-from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, stride_like
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.transfer import move
 
@@ -35,15 +35,14 @@ class ViewPlan:
 
     def run(self, x: ShardTensor) -> ShardTensor:
         """Apply to a tensor (no autograd)."""
-        out = self.local(move(x._local_tensor, x._spec, self.source))
+        local = x._local_tensor if x._spec is self.source else move(x._local_tensor, x._spec, self.source)
+        return self.finish(self.local(local), x._spec)
+
+    def finish(self, out: Tensor, like: ShardTensorSpec) -> ShardTensor:
+        """Wrap a local view."""
         spec = self.spec
         if spec is None or spec.dtype is not out.dtype:
-            shape = list(out.shape)
-            for axis, cut in enumerate(self.cuts):
-                if isinstance(cut, int) and cut >= 0:
-                    shape[cut] = sum(self.sizes[axis])
-            spec = ShardTensorSpec.make(x._spec.layout, self.cuts, self.sizes, shape, out.dtype, stride_like(shape, out))
-            self.spec = spec
+            spec = self.spec = spec_in(out, like.layout, tuple(self.cuts), tuple(self.sizes))
         return wrap(out, spec)
 
 
@@ -68,10 +67,17 @@ def _run_view(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     key = (op, x._spec, frozen, tuple(kwargs.items()) if kwargs else None)
     plan = _PLANS.get(key)
     if plan is None:
+        plan = _plan_of(key, lambda: VIEWS[op](op, x._spec, *frozen, **kwargs))
+    return plan.run(x)
+
+
+def _plan_of(key: Any, make: Callable[[], ViewPlan]) -> ViewPlan:
+    plan = _PLANS.get(key)
+    if plan is None:
         if len(_PLANS) > 16384:
             _PLANS.clear()
-        plan = _PLANS[key] = VIEWS[op](op, x._spec, *frozen, **kwargs)
-    return plan.run(x)
+        plan = _PLANS[key] = make()
+    return plan
 
 
 def without_cut(spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
@@ -88,7 +94,14 @@ def _renumber(spec: ShardTensorSpec, new: Callable[[int], int]) -> tuple[Cut, ..
 
 
 # ---------------------------------------------------------------------- same shape
-@view(aten.alias.default, aten.detach.default, aten._conj.default, aten._neg_view.default, aten.view_as_real.default, aten.lift_fresh.default)
+@view(
+    aten.alias.default,
+    aten.detach.default,
+    aten._conj.default,
+    aten._neg_view.default,
+    aten.view_as_real.default,
+    aten.lift_fresh.default,
+)
 def _same(op: Any, spec: ShardTensorSpec) -> ViewPlan:
     return ViewPlan(spec, op, spec.cuts, spec.sizes)
 
@@ -138,7 +151,10 @@ def _squeeze(op: Any, spec: ShardTensorSpec, dims: Any = None) -> ViewPlan:
     gone = sorted({d % max(spec.ndim, 1) for d in asked if spec.ndim and spec.shape[d] == 1})
     source = without_cut(spec, *gone)
     return ViewPlan(
-        source, lambda t: aten.squeeze.dims(t, gone), _renumber(source, lambda c: c - sum(g < c for g in gone)), source.sizes
+        source,
+        lambda t: aten.squeeze.dims(t, gone),
+        _renumber(source, lambda c: c - sum(g < c for g in gone)),
+        source.sizes,
     )
 
 
@@ -163,7 +179,9 @@ def _expand(op: Any, spec: ShardTensorSpec, size: Sequence[int], *, implicit: bo
 def _diagonal(op: Any, spec: ShardTensorSpec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ViewPlan:
     a, b = dim1 % spec.ndim, dim2 % spec.ndim
     source = without_cut(spec, a, b)
-    return ViewPlan(source, lambda t: t.diagonal(offset, a, b), _renumber(source, lambda c: c - (c > a) - (c > b)), source.sizes)
+    return ViewPlan(
+        source, lambda t: t.diagonal(offset, a, b), _renumber(source, lambda c: c - (c > a) - (c > b)), source.sizes
+    )
 
 
 @view(aten.unfold.default)
@@ -197,7 +215,9 @@ def slice_bounds(n: int, start: int | None, end: int | None, step: int) -> tuple
 
 
 @view(aten.slice.Tensor)
-def _slice(op: Any, spec: ShardTensorSpec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> ViewPlan:
+def _slice(
+    op: Any, spec: ShardTensorSpec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ViewPlan:
     dim %= spec.ndim
     lo, hi, step = slice_bounds(spec.shape[dim], start, end, step)
     axis = spec.axis_of(dim)
@@ -214,14 +234,18 @@ def _slice(op: Any, spec: ShardTensorSpec, dim: int = 0, start: int | None = Non
 
 
 @on(aten.slice_backward.default)
-def _slice_backward(op: Any, g: ShardTensor, shape: Sequence[int], dim: int, start: int, end: int, step: int) -> ShardTensor:
+def _slice_backward(
+    op: Any, g: ShardTensor, shape: Sequence[int], dim: int, start: int, end: int, step: int
+) -> ShardTensor:
     spec = g._spec
     dim %= spec.ndim
     lo, hi, step = slice_bounds(shape[dim], start, end, step)
     axis = spec.axis_of(dim)
     sizes = list(spec.sizes)
     if axis is None:
-        local = aten.slice_backward.default(g._local_tensor, _swap(spec.local_shape, dim, shape[dim]), dim, lo, hi, step)
+        local = aten.slice_backward.default(
+            g._local_tensor, _swap(spec.local_shape, dim, shape[dim]), dim, lo, hi, step
+        )
         return wrap(local, spec.like(shape=shape, sizes=sizes).for_local(local))
     known = recall(spec.layout, axis, shape, dim, (lo, hi, step, spec.sizes[axis]))
     sizes[axis] = known or _grown(spec.sizes[axis], shape[dim], lo, step)
@@ -300,10 +324,13 @@ def _split_sizes(op: Any, x: ShardTensor, sizes: Sequence[int], dim: int = 0) ->
 @on(aten.unbind.int)
 def _unbind(op: Any, x: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     dim %= x.ndim
-    source = without_cut(x._spec, dim)
-    if source is not x._spec:
-        x = wrap(move(x._local_tensor, x._spec, source), source)
-    return tuple(_run_view(_SELECT, x, dim, i) for i in range(x.shape[dim]))
+    spec = x._spec
+    if spec.axis_of(dim) is not None:
+        source = without_cut(spec, dim)
+        x = wrap(move(x._local_tensor, spec, source), source)
+        spec = source
+    plan = _plan_of((op, spec, dim), lambda: _select_plan(op, spec, dim, 0))
+    return tuple(plan.finish(t, spec) for t in x._local_tensor.unbind(dim))
 
 
 # ---------------------------------------------------------------------- view / reshape
@@ -318,7 +345,9 @@ def plan_reshape(op: Any, spec: ShardTensorSpec, size: Sequence[int], *_: Any) -
         if isinstance(cut, int) and cut >= 0:
             local[cut] = sizes[axis][spec.layout.coords[axis]]
     copies = op is aten._unsafe_view.default or source is not spec
-    return ViewPlan(source, (lambda t: t.reshape(local)) if copies else (lambda t: _view_or_copy(t, local)), cuts, sizes)
+    return ViewPlan(
+        source, (lambda t: t.reshape(local)) if copies else (lambda t: _view_or_copy(t, local)), cuts, sizes
+    )
 
 
 def _view_or_copy(t: Tensor, size: list[int]) -> Tensor:
