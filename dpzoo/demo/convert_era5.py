@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 CHANNELS = (("z", 850), ("z", 500), ("t", 850), ("t", 500))
+DIMS = ("number", "time", "channel", "latitude", "longitude")
 UNITS = {"z": "m2 s-2", "t": "K"}
 CHUNK_ROWS = 4
 TRAINING_MEMBERS = 8
@@ -107,24 +108,27 @@ def convert(source: Path, destination: Path) -> None:
     for field in fields:
         place = members.index(field.member), times.index(field.time), field.channel
         packed[place], reference[place], step[place] = field.integers, field.reference, field.step
-    write_store(destination, packed, reference, step, members, times, latitude, longitude)
-
-
-def write_store(
-    destination: Path,
-    packed: np.ndarray,
-    reference: np.ndarray,
-    step: np.ndarray,
-    members: list[int],
-    times: list[np.datetime64],
-    latitude: np.ndarray,
-    longitude: np.ndarray,
-) -> None:
-    """Write the store; shapes as in the module's text, `reference` and `step` are `(number, time, channel)`."""
-    import zarr
-    from zarr.codecs import BloscCodec
-
     values = reference[..., None, None] + step[..., None, None] * packed.astype(np.float64)
+    group = _create_group(destination, statistics(values) | {"members": members[:TRAINING_MEMBERS]})
+    _write_packed(group, packed)
+    epoch = np.datetime64("1970-01-01T00:00:00", "s")
+    hours = np.array([(time - epoch).astype(int) // 3600 for time in times], np.int32)
+    levels = np.array([level for _, level in CHANNELS], np.int32)
+    for name, data, dims, attributes in (
+        ("reference", reference, DIMS[:3], {}),
+        ("step", step, DIMS[:3], {}),
+        ("number", np.array(members, np.int32), DIMS[:1], {"long_name": "ensemble member"}),
+        ("time", hours, DIMS[1:2], {"units": "hours since 1970-01-01", "calendar": "proleptic_gregorian"}),
+        ("level", levels, DIMS[2:3], {"units": "hPa"}),
+        ("latitude", latitude.astype(np.float32), DIMS[3:4], {"units": "degrees_north"}),
+        ("longitude", longitude.astype(np.float32), DIMS[4:], {"units": "degrees_east"}),
+    ):
+        group.create_array(name, data=data, dimension_names=dims, attributes=attributes)
+
+
+def _create_group(destination: Path, table: dict[str, Any]) -> Any:
+    import zarr
+
     group = zarr.create_group(destination, zarr_format=3, overwrite=True)
     group.attrs.update(
         title="ERA5 ensemble members, geopotential and temperature at 850 and 500 hPa, 3 degree grid, every 12 hours",
@@ -132,9 +136,14 @@ def write_store(
         channels=[f"{name}{level}" for name, level in CHANNELS],
         units=[UNITS[name] for name, _ in CHANNELS],
         decoding="value = reference + step * packed",
-        statistics=statistics(values) | {"members": members[:TRAINING_MEMBERS]},
+        statistics=table,
     )
-    dims = ("number", "time", "channel", "latitude", "longitude")
+    return group
+
+
+def _write_packed(group: Any, packed: np.ndarray) -> None:
+    from zarr.codecs import BloscCodec
+
     rows = -(-packed.shape[3] // CHUNK_ROWS) * CHUNK_ROWS
     array = group.create_array(
         "packed",
@@ -143,25 +152,9 @@ def write_store(
         chunks=(1, 1, packed.shape[2], CHUNK_ROWS, packed.shape[4]),
         shards=(1, *packed.shape[1:3], rows, packed.shape[4]),
         compressors=BloscCodec(cname="zstd", clevel=9, shuffle="bitshuffle"),
-        dimension_names=dims,
+        dimension_names=DIMS,
     )
     array[...] = packed
-    hours = np.array([(time - np.datetime64("1970-01-01T00:00:00", "s")).astype(int) // 3600 for time in times])
-    small: dict[str, tuple[np.ndarray, tuple[str, ...], dict[str, Any]]] = {
-        "reference": (reference, dims[:3], {}),
-        "step": (step, dims[:3], {}),
-        "number": (np.array(members, np.int32), ("number",), {"long_name": "ensemble member"}),
-        "time": (
-            hours.astype(np.int32),
-            ("time",),
-            {"units": "hours since 1970-01-01", "calendar": "proleptic_gregorian"},
-        ),
-        "level": (np.array([level for _, level in CHANNELS], np.int32), ("channel",), {"units": "hPa"}),
-        "latitude": (latitude.astype(np.float32), ("latitude",), {"units": "degrees_north"}),
-        "longitude": (longitude.astype(np.float32), ("longitude",), {"units": "degrees_east"}),
-    }
-    for name, (data, names, attributes) in small.items():
-        group.create_array(name, data=data, dimension_names=names, attributes=attributes)
 
 
 def main() -> None:

@@ -89,8 +89,10 @@ def draw(
                 longitude, latitude, change, cmap="RdBu_r", vmin=-limit, vmax=limit, rasterized=True
             )
             if contours is not None:
-                levels = np.arange(*np.round(np.array([contours.min(), contours.max()]) / panel.contour_step), 1)
-                levels = levels * panel.contour_step
+                lowest, highest = (
+                    round(float(value) / panel.contour_step) for value in (contours.min(), contours.max())
+                )
+                levels = np.arange(lowest, highest) * panel.contour_step
                 axes.contour(longitude, latitude, contours, levels, colors="0.15", linewidths=0.6, linestyles="solid")
             axes.set_title(name, fontsize=10)
             _draw_borders(axes, latitude, rows, label=column == 1)

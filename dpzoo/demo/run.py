@@ -52,7 +52,7 @@ def run_demo(
         many = [RankResult.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
     largest = _print_losses(one, many)
     _print_forecast(one, many[0], config)
-    _print_memory(one, many, dtype)
+    _print_memory(one, many)
     print(f"figure: {_write_figure(out, held_out, many, sizes)}")
     limit = RELATIVE_LIMIT[precision]
     equal = largest <= limit
@@ -98,7 +98,7 @@ def _print_forecast(one: RankResult, first: RankResult, config: DemoConfig) -> N
     print(f"one forecast, point by point: largest difference {difference:.1e} standard deviations")
 
 
-def _print_memory(one: RankResult, many: Sequence[RankResult], dtype: torch.dtype) -> None:
+def _print_memory(one: RankResult, many: Sequence[RankResult]) -> None:
     print(f"\n{'memory':<12} {'rows':>5} {'kept for backward':>18} {'peak above start-up':>20} {'training time':>14}")
     named = [("1 process", one)] + [(f"rank {rank} of {len(many)}", result) for rank, result in enumerate(many)]
     for name, result in named:
@@ -122,8 +122,9 @@ def panels_of(pairs: ForecastPairs, index: int, forecast: torch.Tensor) -> list[
         ("t850", "850 hPa temperature", "K", 1.0, 8.0),
     ):
         channel = pairs.channels.index(name)
-        fields = [(tensor[channel] * scale).numpy() for tensor in (later, truth, forecast)]
-        panels.append(Panel(title, unit, *fields, contour_step=contour))
+        arrays = ((tensor[channel] * scale).numpy() for tensor in (later, truth, forecast))
+        field, true_change, forecast_change = arrays
+        panels.append(Panel(title, unit, field, true_change, forecast_change, contour))
     return panels
 
 

@@ -74,7 +74,7 @@ def lift_rows(mesh: DeviceMesh, sizes: Sequence[int], dtype: torch.dtype) -> Lif
     """The one place where the demo becomes domain-parallel: rows `(1, 4, sizes[rank], 120)` -> a sharded sample."""
     from dpzoo.shard import Shard, ShardTensor
 
-    shapes = {0: tuple((1, 4, size, GRID[1]) for size in sizes)}
+    shapes: dict[int, Sequence[Sequence[int]]] = {0: tuple((1, 4, size, GRID[1]) for size in sizes)}
 
     def lift(rows: Tensor) -> Tensor:
         return ShardTensor.from_local(rows.to(dtype), mesh, [Shard(2)], sharding_shapes=shapes)

@@ -50,7 +50,8 @@ class _FromShard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         spec = ctx.spec
-        g_local = to_shard(as_sharded(g, spec), grad_spec(spec))
+        summed = tuple(axis for axis, cut in enumerate(spec.cuts) if isinstance(cut, str))
+        g_local = to_shard(as_sharded(g, spec), grad_spec(spec), summed)
         for axis, cut in enumerate(spec.cuts):
             if cut == "avg":
                 g_local = g_local / spec.layout.shape[axis]
@@ -100,32 +101,44 @@ class _ToShard(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------- layout -> layout
-def relayout(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
-    """`x` in the layout of `spec` (its dtype and strides follow `x`); differentiable."""
+def relayout(x: ShardTensor, spec: ShardTensorSpec, fresh: bool = False) -> ShardTensor:
+    """`x` in the layout of `spec` (its dtype and strides follow `x`); differentiable.
+
+    Args:
+        fresh: what is not `x` itself has memory of its own, so that it may be written to. Without it the result is for
+            reading: a part of a whole tensor is a slice of it.
+    """
     if x._spec is spec or (x._spec.cuts == spec.cuts and x._spec.sizes == spec.sizes):
         return x
     if x.requires_grad and torch.is_grad_enabled():
-        return _Relayout.apply(x, spec)
-    return _relayout(x, spec)
+        return _Relayout.apply(x, spec, fresh)
+    return _relayout(x, spec, fresh)
 
 
-def _relayout(x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+def _relayout(x: ShardTensor, spec: ShardTensorSpec, fresh: bool) -> ShardTensor:
     target = x._spec.like(cuts=spec.cuts, sizes=spec.sizes)
     local = move(x._local_tensor, x._spec, target)
-    if local is x._local_tensor:
+    if fresh and shares_memory(local, x._local_tensor):
+        local = local.clone()
+    elif local is x._local_tensor:
         local = local.detach()
     return wrap(local, target if local.stride() == x._local_tensor.stride() else target.for_local(local))
 
 
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Do two plain tensors lie in the same storage?"""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+    def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec, fresh: bool) -> ShardTensor:
         ctx.src = x._spec
-        return _relayout(x, spec)
+        return _relayout(x, spec, fresh)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return relayout(as_sharded(g, ctx.src), grad_spec(ctx.src)), None
+        return relayout(as_sharded(g, ctx.src), grad_spec(ctx.src)), None, None
 
 
 # ---------------------------------------------------------------------- plain -> local
@@ -164,26 +177,50 @@ class _PlainToShard(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------- local -> local, with communication
-def fetch(local: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
-    """Rank r receives the global intervals `wanted[r]` of `dim`; backward sends every piece home and adds it there."""
+def fetch(
+    local: Tensor,
+    dim: int,
+    sizes: Sizes,
+    wanted: Wanted,
+    group: str,
+    pad: tuple[int, int] = (0, 0),
+    fill: float = 0.0,
+) -> Tensor:
+    """Rank r receives the global intervals `wanted[r]` of `dim`; backward sends every piece home and adds it there.
+
+    Args:
+        pad, fill: rows of a constant to put before and after what arrives on this rank.
+    """
     if local.requires_grad and torch.is_grad_enabled():
-        return _Fetch.apply(local, dim, sizes, wanted, group)
-    return comm.exchange(local, dim, sizes, wanted, group)
+        return _Fetch.apply(local, dim, sizes, wanted, group, pad, fill)
+    return comm.exchange(local, dim, sizes, wanted, group, pad, fill)
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
-        ctx.args = (dim, sizes, wanted, group)
-        out = comm.exchange(local, dim, sizes, wanted, group)
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        dim: int,
+        sizes: Sizes,
+        wanted: Wanted,
+        group: str,
+        pad: tuple[int, int],
+        fill: float,
+    ) -> Tensor:
+        ctx.args, ctx.pad = (dim, sizes, wanted, group), pad
+        out = comm.exchange(local, dim, sizes, wanted, group, pad, fill)
         return out.detach() if out is local else out
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _send_home(g, *ctx.args), None, None, None, None
+        dim, (before, after) = ctx.args[0], ctx.pad
+        inner = g.narrow(dim, before, g.shape[dim] - before - after) if before or after else g
+        return send_home(inner, *ctx.args), None, None, None, None, None, None
 
 
-def _send_home(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+def send_home(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+    """The transpose of `fetch`: rank r holds rows `wanted[r]` of a tensor cut in `sizes`; each is added at home."""
     if g.requires_grad and torch.is_grad_enabled():
         return _SendHome.apply(g, dim, sizes, wanted, group)
     return comm.exchange_back(g, dim, sizes, wanted, group)
@@ -221,7 +258,23 @@ class _SumOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return (g if ctx.shared else sum_over(g, ctx.groups)), None, None
+        return (_fan_out(g, ctx.groups) if ctx.shared else sum_over(g, ctx.groups, shared=False)), None, None
+
+
+def _fan_out(g: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """A value that is whole on every rank and used there for that rank's part: the transpose of a shared sum."""
+    return _FanOut.apply(g, groups) if g.requires_grad and torch.is_grad_enabled() else g
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, groups: tuple[str, ...]) -> Tensor:
+        ctx.groups = groups
+        return g.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> Any:
+        return sum_over(gg, ctx.groups), None
 
 
 def stack_over(local: Tensor, spec: ShardTensorSpec, axes: tuple[int, ...]) -> Tensor:
@@ -234,9 +287,24 @@ def stack_over(local: Tensor, spec: ShardTensorSpec, axes: tuple[int, ...]) -> T
 class _StackOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: str, n: int, me: int) -> Tensor:
-        ctx.me = me
+        ctx.args = (group, n, me)
         return comm.all_gather_v(local.unsqueeze(0), 0, (1,) * n, group)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return g[ctx.me], None, None, None
+        group, n, me = ctx.args
+        own = _OwnOfStack.apply(g, group, n, me) if g.requires_grad and torch.is_grad_enabled() else g[me]
+        return own, None, None, None
+
+
+class _OwnOfStack(torch.autograd.Function):
+    """This rank's row of a stack that is the same on every rank: the transpose of `_StackOver`."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, group: str, n: int, me: int) -> Tensor:
+        ctx.args = (group, n, me)
+        return g.detach()[me]
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> Any:
+        return _StackOver.apply(gg, *ctx.args), None, None, None

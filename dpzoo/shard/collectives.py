@@ -7,13 +7,17 @@ Data moves as bytes, so every dtype works on every backend.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 
+from dpzoo.shard import traffic
+from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals, starts
+from dpzoo.shard.tracing import is_tracing, traceable
 
 Wanted = tuple[tuple[Interval, ...], ...]  # per rank: the intervals it wants, in order
 
@@ -23,11 +27,22 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+# Reductions that a backend lacks run in another dtype that holds every value.
+_REDUCED_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+# torch renamed it; both names take (output, input, group).
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_of(name: str) -> ProcessGroup:
     """The process group with this name."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(GroupName(name))
 
 
 def group_size(name: str) -> int:
@@ -41,6 +56,7 @@ def group_rank(name: str) -> int:
 
 
 # ---------------------------------------------------------------------- reductions
+@traceable(lambda t, *_: t.shape)
 def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
     """A new tensor holding the reduction over the group, the same bits on every rank."""
     pg = group_of(group)
@@ -48,15 +64,19 @@ def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
         return t
     if op == "avg":
         return all_reduce(t, group, "sum") / pg.size()
-    if t.dtype is torch.bool:
-        return all_reduce(t.to(torch.uint8), group, {"sum": "max", "product": "min"}.get(op, op)).to(torch.bool)
+    if t.dtype is torch.bool:  # a sum of truths is true when one of them is
+        op = {"sum": "max", "product": "min"}.get(op, op)
+    if t.dtype in _REDUCED_AS:
+        return all_reduce(t.to(_REDUCED_AS[t.dtype]), group, op).to(t.dtype)
     out = t.detach().clone(memory_format=torch.contiguous_format)
+    traffic.note(out.nbytes)
     dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, _OPS[op], group=pg)
     return out
 
 
 def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
     """Start summing `flat` in place over the group; wait on what comes back before reading it."""
+    traffic.note(flat.nbytes)
     work = dist.all_reduce(
         torch.view_as_real(flat) if flat.is_complex() else flat, group=group_of(group), async_op=True
     )
@@ -66,7 +86,8 @@ def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
 
 # ---------------------------------------------------------------------- movement
 def _bytes(t: Tensor) -> Tensor:
-    t = t.detach().contiguous()  # may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses
+    t = t.detach().resolve_conj().resolve_neg()  # the bytes of a lazy conjugate are those of its base
+    t = t.contiguous()  # may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses
     return t.as_strided((t.numel(),), (1,), t.storage_offset()).view(torch.uint8)
 
 
@@ -81,21 +102,26 @@ def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, 
         torch.cat(flat) if len(flat) > 1 else flat[0] if flat else torch.empty(0, dtype=torch.uint8, device=like.device)
     )
     received = torch.empty(sum(out_splits), dtype=torch.uint8, device=like.device)
+    traffic.note(sent.numel())
     dist.all_to_all_single(received, sent, out_splits, in_splits, group=group)
     return [part.view(like.dtype) for part in received.split(out_splits)]
 
 
-def exchange(t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
+@traceable(lambda *call: _exchanged_shape(*call))
+def exchange(
+    t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, pad: tuple[int, int] = (0, 0), fill: float = 0.0
+) -> Tensor:
     """Rank r receives the concatenation of the global intervals `wanted[r]` of `dim`, wherever they live.
 
     Args:
         t: this rank's shard; `sizes` says how `dim` is cut over the group.
         wanted: per rank its intervals, inside `[0, sum(sizes))`; known to all ranks.
+        pad, fill: rows of a constant to put before and after, on this rank.
     """
     pg = group_of(group)
     own, me = own_intervals(sizes), pg.rank()
     if all(w == (o,) for w, o in zip(wanted, own, strict=True)):
-        return t
+        return _padded([t], t, dim, pad, fill)
     sends = [
         [_rows(t, dim, o, own[me]) for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
         for r in range(len(own))
@@ -115,17 +141,47 @@ def exchange(t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> T
                 n = (o[1] - o[0]) * row
                 pieces.append(received[r].narrow(0, at[r], n).view(_with(t.shape, dim, o[1] - o[0])))
                 at[r] += n
-    if not pieces:
-        return t.new_empty(_with(t.shape, dim, 0))
-    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, dim)
+    return _padded(pieces, t, dim, pad, fill)
 
 
+def _padded(pieces: list[Tensor], like: Tensor, dim: int, pad: tuple[int, int], fill: float) -> Tensor:
+    """Join pieces, with rows of a constant around them; a lone piece is handed on as it is."""
+    before, after = (like.new_full(_with(like.shape, dim, n), fill) if n else None for n in pad)
+    parts = [*([before] if before is not None else []), *pieces, *([after] if after is not None else [])]
+    if not parts:
+        return like.new_empty(_with(like.shape, dim, 0))
+    if _is_row_major(like):
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    if len(parts) == 1 and pieces and parts[0].stride() == like.stride():
+        return parts[0]
+    out, at = _empty_like_order(_with(like.shape, dim, sum(p.shape[dim] for p in parts)), like), 0
+    for p in parts:
+        out.narrow(dim, at, p.shape[dim]).copy_(p)
+        at += p.shape[dim]
+    return out
+
+
+def _is_row_major(t: Tensor) -> bool:
+    """True unless the dims lie in memory in another order (channels_last); what arrives is always row-major."""
+    strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if n != 1]
+    return 0 in strides or strides == sorted(strides, reverse=True)
+
+
+def _empty_like_order(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A dense tensor whose dims lie in memory as those of `like`."""
+    strides = like.stride()
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    return like.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
+
+
+@traceable(lambda g, dim, sizes, wanted, group: _with(g.shape, dim, sizes[group_rank(group)]))
 def exchange_back(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
     """The transpose of `exchange`: each piece of `g` goes home and is added there."""
     pg = group_of(group)
     own, me = own_intervals(sizes), pg.rank()
     row = _row_numel(g, dim)
-    out = g.new_zeros(_with(g.shape, dim, sizes[me]))
+    shape = _with(g.shape, dim, sizes[me])
+    out = g.new_zeros(shape) if _is_row_major(g) else _empty_like_order(shape, g).zero_()
     sends: list[list[Tensor]] = [[] for _ in own]
     base = 0
     for w in wanted[me]:
@@ -153,6 +209,7 @@ def exchange_back(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str)
     return out
 
 
+@traceable(lambda t, dim, sizes, group: _with(t.shape, dim, sum(sizes)))
 def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     """The whole of `dim` on every rank. Shards are padded to the longest where the backend wants equal lengths."""
     pg = group_of(group)
@@ -166,12 +223,14 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     if flat.numel() != per:
         flat = torch.cat([flat, flat.new_empty(per - flat.numel())])
     out = torch.empty(per * pg.size(), dtype=torch.uint8, device=t.device)
-    dist.all_gather_into_tensor(out, flat, group=pg)
+    traffic.note(per)
+    _all_gather_flat(out, flat, group=pg)
     item = t.element_size() * row
     parts = [out.narrow(0, r * per, n * item).view(t.dtype).view(_with(t.shape, dim, n)) for r, n in enumerate(sizes)]
     return torch.cat(parts, dim)
 
 
+@traceable(lambda *call: _all_to_all_shape(*call))
 def all_to_all_v(t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, cat_sizes: Sizes, group: str) -> Tensor:
     """Move the cut from `cat_dim` to `split_dim`: rank r keeps its part of `split_dim` and all of `cat_dim`."""
     pg = group_of(group)
@@ -188,6 +247,7 @@ def all_to_all_v(t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, ca
     return torch.cat(pieces, cat_dim)
 
 
+@traceable(lambda t, dim, sizes, group, op: _with(t.shape, dim, sizes[group_rank(group)]))
 def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "sum") -> Tensor:
     """Reduce over the group and keep this rank's piece of `dim`."""
     pg = group_of(group)
@@ -204,57 +264,55 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
         t,
         pg,
     )
+    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
     total: Tensor | None = None
     for r in range(pg.size()):  # rank order, so that the sum does not depend on who adds it
         piece = mine if r == me else received[r].view(mine.shape)
-        total = piece.clone() if total is None else total.add_(piece)
+        total = piece.to(wide, copy=True) if total is None else total.add_(piece)
     assert total is not None
-    return total / pg.size() if op == "avg" else total
+    return (total / pg.size() if op == "avg" else total).to(t.dtype)
 
 
+@traceable(lambda t, *_: t.shape)
 def broadcast(t: Tensor, source: int, group: str) -> Tensor:
     """The tensor of group rank `source` on every rank; `t` gives shape and dtype elsewhere."""
     pg = group_of(group)
     if pg.size() == 1 or t.numel() == 0:
         return t
     flat = _bytes(t).clone()
+    traffic.note(flat.numel() if pg.rank() == source else 0)
     dist.broadcast(flat, group=pg, group_src=source)
     return flat.view(t.dtype).view(t.shape)
 
 
-def scatter_v(
-    t: Tensor | None,
-    dim: int,
-    sizes: Sizes,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: str,
-    source: int,
-    group: str,
-) -> Tensor:
-    """Group rank `source` holds the whole of `shape` and sends each rank its piece of `dim`; nobody else holds more."""
-    pg = group_of(group)
-    me = pg.rank()
-    if me == source:
-        assert t is not None
-        parts = t.split(sizes, dim)
-        for r, part in enumerate(parts):
-            if r != me and part.numel():
-                dist.send(_bytes(part), group=pg, group_dst=r)
-        return parts[me].contiguous()
-    received = torch.empty(_with(shape, dim, sizes[me]), dtype=dtype, device=device)
-    if received.numel():
-        dist.recv(received.view(-1).view(torch.uint8), group=pg, group_src=source)
+def send(t: Tensor, to: int, device: torch.device) -> None:
+    """Send a tensor to a global rank, staged on `device`; blocks until it has left."""
+    dist.send(_bytes(t.detach().to(device)), dst=to)
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
+    """What the global rank `source` sends."""
+    received = torch.empty(tuple(shape), dtype=dtype, device=device)
+    dist.recv(_bytes(received), src=source)
     return received
+
+
+@traceable(lambda t, shape, *_: shape)
+def shifted(t: Tensor, shape: Sequence[int], group: str, step: int = 1) -> Tensor:
+    """`shift`, waited for."""
+    return shift(t, shape, group, step).wait()
 
 
 def shift(t: Tensor, shape: Sequence[int], group: str, step: int = 1) -> "PendingShift":
     """Start sending `t` to rank + step and receiving a tensor of `shape` from rank - step (both modulo the group)."""
+    if is_tracing():
+        return PendingShift(shifted(t, tuple(shape), group, step), [], [])
     pg = group_of(group)
     n, me = pg.size(), pg.rank()
     received = torch.empty(tuple(shape), dtype=t.dtype, device=t.device)
     ops = []
     to, source = dist.get_global_rank(pg, (me + step) % n), dist.get_global_rank(pg, (me - step) % n)
+    traffic.note(t.nbytes)
     if t.numel():
         ops.append(dist.P2POp(dist.isend, _bytes(t), to, pg))
     if received.numel():
@@ -275,17 +333,45 @@ class PendingShift:
         return self._received
 
 
-def gather_objects(value: object, group: str) -> list[object]:
+def gather_objects(value: Any, group: str) -> list[Any]:
     """One picklable value of every rank, in group order. Slow: for checks and set-up only."""
     pg = group_of(group)
-    found: list[object] = [None] * pg.size()
+    found: list[Any] = [None] * pg.size()
     dist.all_gather_object(found, value, group=pg)
     return found
+
+
+def gather_over_mesh(value: Any, layout: MeshLayout) -> list[Any]:
+    """One picklable value of every rank of a mesh, in the order of `layout.ranks`; an exchange per axis."""
+    found = [value]
+    for axis in reversed(layout.axes):  # the last axis first, so that the first ends up outermost
+        if layout.shape[axis] > 1:
+            found = [v for part in gather_objects(found, layout.groups[axis]) for v in part]
+    return found
+
+
+def device_of(device_type: str) -> torch.device:
+    """This rank's device of a type."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 # ---------------------------------------------------------------------- integers
 def _with(shape: Sequence[int], dim: int, n: int) -> list[int]:
     return [*shape[:dim], n, *shape[dim + 1 :]]
+
+
+def _exchanged_shape(
+    t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, pad: tuple[int, int], fill: float
+) -> list[int]:
+    return _with(t.shape, dim, sum(pad) + sum(hi - lo for lo, hi in wanted[group_rank(group)]))
+
+
+def _all_to_all_shape(
+    t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, cat_sizes: Sizes, group: str
+) -> list[int]:
+    return _with(_with(t.shape, split_dim, split_sizes[group_rank(group)]), cat_dim, sum(cat_sizes))
 
 
 def _row_numel(t: Tensor, dim: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.bridges import from_shard, relayout, to_shard
+from dpzoo.shard.bridges import as_sharded, from_shard, grad_spec, relayout, to_shard
 from dpzoo.shard.errors import LayoutError, UndeterminedShardingError
 from dpzoo.shard.mesh import MeshLayout
-from dpzoo.shard.partition import Sizes
-from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, cut_of, default_sizes, stride_like
-from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.partition import Sizes, contiguous_stride
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, cut_of, default_sizes, placement_of, stride_like
+from dpzoo.shard.synchronize import same_values
+from dpzoo.shard.tensor import ShardTensor, wrap
 
 ShapesArg = str | dict[int, Sequence[Sequence[int]]]
 
@@ -30,9 +31,18 @@ def cuts_of(layout: MeshLayout, placements: Sequence[Placement] | None, ndim: in
         placements = [placements]
     if len(placements) != len(layout.shape):
         raise LayoutError(
-            f"{layout} has {len(layout.shape)} axes, but {len(placements)} placements were given: {placements}"
+            f"{layout} has {len(layout.shape)} axes, but {len(placements)} placements were given: {list(placements)}"
         )
     return tuple(cut_of(p, ndim) for p in placements)
+
+
+class _Claim(NamedTuple):
+    """What one rank passed to `from_local`; compared between ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    asked: str
 
 
 def from_local(
@@ -46,37 +56,90 @@ def from_local(
     """See `ShardTensor.from_local`."""
     if mesh is None:
         raise LayoutError("from_local needs a device_mesh: see torch.distributed.device_mesh.init_device_mesh")
-    if isinstance(local, ShardTensor):
-        raise LayoutError("from_local takes a plain tensor, got a ShardTensor")
+    if not isinstance(local, Tensor) or isinstance(local, (ShardTensor, DTensor)):
+        raise LayoutError(f"from_local takes a plain tensor, got {type(local).__name__}")
     layout = MeshLayout.of(mesh)
+    claims: list[_Claim] = []
+    if run_check or sharding_shapes == "infer" or (sharding_shapes == "chunk" and global_shape is None):
+        asked = repr((placements, global_shape and tuple(global_shape), sharding_shapes))
+        needs = local.requires_grad and torch.is_grad_enabled()
+        claims = comm.gather_over_mesh(_Claim(tuple(local.shape), local.dtype, needs, asked), layout)
+        _check_arguments(layout, claims)
     cuts = cuts_of(layout, placements, local.ndim)
-    if sharding_shapes == "infer":
-        sizes = _inferred_sizes(layout, cuts, local)
-    elif sharding_shapes == "chunk":
-        sizes = _chunk_sizes(layout, cuts, local, global_shape)
-    elif isinstance(sharding_shapes, dict):
-        sizes = _given_sizes(layout, cuts, sharding_shapes, local)
-    else:
-        raise UndeterminedShardingError(f"sharding_shapes takes 'infer', 'chunk' or a dict, got {sharding_shapes!r}")
-    shape = list(local.shape)
-    for axis, cut in enumerate(cuts):
-        if isinstance(cut, int) and cut >= 0:
-            shape[cut] = sum(sizes[axis])
-    if global_shape is not None and tuple(global_shape) != tuple(shape):
-        raise LayoutError(f"global_shape {tuple(global_shape)} was given, but the shards make up {tuple(shape)}")
+    if claims:
+        _check_shapes(layout, claims, {cut for cut in cuts if isinstance(cut, int) and cut >= 0})
+    sizes = _sizes_for(layout, cuts, sharding_shapes, global_shape, claims)
+    shape = _global_shape(local.shape, cuts, sizes)
+    if global_shape is not None and tuple(global_shape) != shape:
+        raise LayoutError(f"global_shape {tuple(global_shape)} was given, but the shards make up {shape}")
     spec = ShardTensorSpec.make(layout, cuts, sizes, shape, local.dtype, stride_like(shape, local))
-    if spec.local_shape != local.shape:
-        raise LayoutError(
-            f"rank {layout.coords} of {layout} passed a shard of shape {tuple(local.shape)}, but its layout "
-            f"({spec.describe()}) says {tuple(spec.local_shape)}"
-        )
+    _check_local(spec, layout.coords, tuple(local.shape))
+    for index, claim in enumerate(claims):
+        _check_local(spec, coordinates(layout, index), claim.shape)
+    if local.requires_grad and torch.is_grad_enabled():
+        grad_spec(spec)  # a partial value that has no gradient is refused here, not in backward
     if run_check:
         _check_replicas(local, spec)
     return from_shard(local, spec)
 
 
-def _given_sizes(
-    layout: MeshLayout, cuts: Sequence[Cut], shapes: dict[int, Sequence[Sequence[int]]], local: Tensor
+def _global_shape(local: Sequence[int], cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> tuple[int, ...]:
+    shape = list(local)
+    for axis, cut in enumerate(cuts):
+        if isinstance(cut, int) and cut >= 0:
+            shape[cut] = sum(sizes[axis])
+    return tuple(shape)
+
+
+def _check_local(spec: ShardTensorSpec, coords: tuple[int, ...], found: tuple[int, ...]) -> None:
+    wanted = list(spec.shape)
+    for dim, axis in spec.cut_dims.items():
+        wanted[dim] = spec.sizes[axis][coords[axis]]
+    if found != tuple(wanted):
+        raise LayoutError(
+            f"the rank at {coords} of {spec.layout} passed a shard of shape {found}, but its layout "
+            f"({spec.describe()}) says {tuple(wanted)}"
+        )
+
+
+def coordinates(layout: MeshLayout, index: int) -> tuple[int, ...]:
+    """Mesh coordinates of the rank at `index` of `layout.ranks`."""
+    out = []
+    for n in reversed(layout.shape):
+        index, c = divmod(index, n)
+        out.append(c)
+    return tuple(reversed(out))
+
+
+def _sizes_for(
+    layout: MeshLayout,
+    cuts: tuple[Cut, ...],
+    asked: ShapesArg,
+    global_shape: Sequence[int] | None,
+    claims: list[_Claim],
+) -> tuple[Sizes, ...]:
+    """The shard sizes of each axis, in the way that was asked for."""
+    if isinstance(asked, dict):
+        return _sizes_of_shapes(layout, cuts, asked)
+    if asked == "chunk" and global_shape is not None:
+        return default_sizes(layout, cuts, global_shape)
+    if asked not in ("infer", "chunk"):
+        raise UndeterminedShardingError(f"sharding_shapes takes 'infer', 'chunk' or a dict, got {asked!r}")
+    found = tuple(
+        _sizes_along(layout, claims, axis, cut) if isinstance(cut, int) and cut >= 0 else ()
+        for axis, cut in enumerate(cuts)
+    )
+    chunks = default_sizes(layout, cuts, _global_shape(claims[0].shape, cuts, found))
+    if asked == "chunk" and found != chunks:
+        raise UndeterminedShardingError(
+            f"sharding_shapes='chunk': the ranks of {layout} hold {found}, but torch.chunk would give {chunks}; pass "
+            "'infer' or the shapes"
+        )
+    return found
+
+
+def _sizes_of_shapes(
+    layout: MeshLayout, cuts: Sequence[Cut], shapes: dict[int, Sequence[Sequence[int]]]
 ) -> tuple[Sizes, ...]:
     """Sizes along each cut dim, from full shard shapes (whose other dims may be those of another tensor)."""
     out: list[Sizes] = []
@@ -97,108 +160,106 @@ def _given_sizes(
     return tuple(out)
 
 
-def _chunk_sizes(
-    layout: MeshLayout, cuts: Sequence[Cut], local: Tensor, global_shape: Sequence[int] | None
+def given_sizes(
+    layout: MeshLayout, cuts: Sequence[Cut], given: dict[int, Sequence[int]] | None, default: Sequence[Sizes]
 ) -> tuple[Sizes, ...]:
-    shape = list(local.shape)
-    for axis, cut in enumerate(cuts):
-        if isinstance(cut, int) and cut >= 0:
-            shape[cut] = global_shape[cut] if global_shape is not None else local.shape[cut] * layout.shape[axis]
-    return default_sizes(layout, cuts, shape)
+    """The default sizes, with those of some axes replaced; raises `LayoutError` for an axis that cuts nothing."""
+    out = list(default)
+    for axis, sizes in (given or {}).items():
+        if axis not in layout.axes:
+            raise LayoutError(f"sizes={given} names axis {axis}, but {layout} has {len(layout.shape)} axes")
+        cut = cuts[axis]
+        if isinstance(cut, str) or cut == REPLICATED:
+            raise LayoutError(f"sizes={given} gives sizes for axis {axis} of {layout}, which cuts no dim")
+        out[axis] = tuple(int(n) for n in sizes)
+    return tuple(out)
 
 
-def _inferred_sizes(layout: MeshLayout, cuts: Sequence[Cut], local: Tensor) -> tuple[Sizes, ...]:
-    """Ask the ranks along every axis for their shapes; a rank that does not fit fails on all of them."""
-    mine = (tuple(local.shape), str(local.dtype), tuple(cuts))
-    sizes: list[Sizes] = []
-    known: Any = mine
-    for axis, cut in enumerate(cuts):
-        if layout.shape[axis] == 1:
-            sizes.append((local.shape[cut],) if isinstance(cut, int) and cut >= 0 else ())
-            known = [known]
-            continue
-        known = comm.gather_objects(known, layout.groups[axis])
-        sizes.append(())
-    flat = _flatten(known, len(cuts))
-    dims = {cut for cut in cuts if isinstance(cut, int) and cut >= 0}
-    _check_agreement(layout, flat, dims)
-    for axis, cut in enumerate(cuts):
-        if isinstance(cut, int) and cut >= 0 and layout.shape[axis] > 1:
-            sizes[axis] = _sizes_along(layout, flat, axis, cut)
-    return tuple(sizes)
+def _check_arguments(layout: MeshLayout, claims: list[_Claim]) -> None:
+    """Fails on all ranks when one of them passed other arguments than the rest."""
+    for what, values in (
+        ("placements, global_shape and sharding_shapes", [c.asked for c in claims]),
+        ("tensors of different dtype or number of dims", [(c.dtype, len(c.shape)) for c in claims]),
+        ("tensors of which only some need a gradient", [c.requires_grad for c in claims]),
+    ):
+        if any(v != values[0] for v in values):
+            found = "; ".join(f"rank {r}: {v}" for r, v in zip(layout.ranks, values, strict=True))
+            raise UndeterminedShardingError(f"from_local: the ranks of {layout} disagree, they passed {what}: {found}")
 
 
-def _flatten(nested: Any, depth: int) -> list[Any]:
-    for _ in range(depth - 1):
-        nested = [x for group in nested for x in group]
-    return list(nested)
-
-
-def _check_agreement(layout: MeshLayout, flat: list[Any], dims: set[int]) -> None:
-    first = flat[0]
-    for shape, dtype, cuts in flat:
-        rest = [n for d, n in enumerate(shape) if d not in dims]
-        if (
-            (dtype, cuts) != first[1:]
-            or len(shape) != len(first[0])
-            or rest != [n for d, n in enumerate(first[0]) if d not in dims]
-        ):
-            found = "; ".join(f"{d.removeprefix('torch.')}{s}" for s, d, _ in flat)
-            raise UndeterminedShardingError(
-                f"the ranks of {layout} passed shards that do not form one tensor: {found} (placements {[c for *_, c in flat]}); "
-                "only the cut dims may differ"
-            )
-
-
-def _sizes_along(layout: MeshLayout, flat: list[Any], axis: int, dim: int) -> Sizes:
-    """The sizes of one axis; every line of ranks along it must agree. `flat` runs with the last axis outermost."""
-    grid = torch.tensor([shape[dim] for shape, *_ in flat]).view(tuple(reversed(layout.shape)))
-    lines = grid.movedim(len(layout.shape) - 1 - axis, 0).reshape(layout.shape[axis], -1)
-    if not (lines == lines[:, :1]).all():
+def _check_shapes(layout: MeshLayout, claims: list[_Claim], dims: set[int]) -> None:
+    rest = [[n for d, n in enumerate(c.shape) if d not in dims] for c in claims]
+    if any(r != rest[0] for r in rest):
+        found = "; ".join(f"rank {r}: {c.shape}" for r, c in zip(layout.ranks, claims, strict=True))
         raise UndeterminedShardingError(
-            f"sizes of dim {dim} along axis {axis} of {layout} differ between the other axes: {lines.t().tolist()}; "
+            f"from_local: the ranks of {layout} passed shards that do not form one tensor: {found}; only the cut dims "
+            f"{sorted(dims)} may differ"
+        )
+
+
+def _sizes_along(layout: MeshLayout, claims: list[_Claim], axis: int, dim: int) -> Sizes:
+    """The sizes of one axis; every line of ranks along it must agree."""
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for index, claim in enumerate(claims):
+        at = coordinates(layout, index)
+        lines.setdefault((*at[:axis], *at[axis + 1 :]), []).append(claim.shape[dim])
+    found = list(lines.values())
+    if any(line != found[0] for line in found):
+        raise UndeterminedShardingError(
+            f"from_local: sizes of dim {dim} along axis {axis} of {layout} differ between the other axes: {found}; "
             "shards must form a grid"
         )
-    return tuple(lines[:, 0].tolist())
+    return tuple(found[0])
 
 
 def _check_replicas(local: Tensor, spec: ShardTensorSpec) -> None:
+    """Compare with the first rank along each axis that holds copies; a difference fails on all ranks of the mesh."""
+    same = True
     for axis, cut in enumerate(spec.cuts):
         if cut == REPLICATED:
             first = comm.broadcast(local.detach(), 0, spec.layout.groups[axis])
-            same = torch.equal(torch.nan_to_num(first), torch.nan_to_num(local.detach()))
-            if not all(comm.gather_objects(same, spec.layout.groups[axis])):
-                raise LayoutError(
-                    f"Replicate() over axis {axis} of {spec.layout}, but the ranks passed different values"
-                )
+            same = same and same_values(first, local.detach())
+    everyone = comm.gather_over_mesh(same, spec.layout)
+    if not all(everyone):
+        others = [r for r, ok in zip(spec.layout.ranks, everyone, strict=True) if not ok]
+        raise LayoutError(
+            f"run_check: {spec.describe()} should be the same along the replicated axes, but ranks {others} passed "
+            "other values"
+        )
 
 
 def to_local(x: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `ShardTensor.to_local`."""
     spec, layout = x._spec, x._spec.layout
     if grad_placements is not None:
-        cuts = cuts_of(layout, grad_placements, x.ndim)
-        for axis, (cut, given) in enumerate(zip(spec.cuts, cuts, strict=True)):
-            if given != cut and not (cut == REPLICATED and given == "sum") and not isinstance(cut, str):
-                raise LayoutError(f"grad_placements {grad_placements} of {spec.describe()}: axis {axis} cannot be that")
-        return to_shard(x, spec, tuple(a for a, c in enumerate(cuts) if c == "sum" and spec.cuts[a] == REPLICATED))
+        return to_shard(x, spec, _summed_axes(spec, grad_placements))
     unclear = [a for a, cut in enumerate(spec.cuts) if cut == REPLICATED and layout.shape[a] > 1]
     if unclear and x.requires_grad and torch.is_grad_enabled():
         raise UndeterminedShardingError(
             f"to_local() of {spec.describe()}, which needs a gradient: say what the gradient will be. Pass "
-            "grad_placements=[Partial()] if each rank uses the value for its own part, [Replicate()] if all ranks do the "
-            "same with it, or call full_tensor()"
+            "grad_placements=[Partial()] if each rank uses the value for its own part, [Replicate()] if all ranks do "
+            "the same with it, or call full_tensor()"
         )
     return to_shard(x, spec)
 
 
+def _summed_axes(spec: ShardTensorSpec, grad_placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The axes over which local gradients add up; raises `LayoutError` for a gradient that the value cannot have."""
+    given = cuts_of(spec.layout, grad_placements, spec.ndim)
+    for axis, (cut, g) in enumerate(zip(spec.cuts, given, strict=True)):
+        possible = (REPLICATED, "sum") if cut == REPLICATED else (REPLICATED,) if isinstance(cut, str) else (cut,)
+        if g not in possible:
+            raise LayoutError(
+                f"grad_placements {list(grad_placements)} of {spec.describe()}: along axis {axis} the gradient of the "
+                f"local tensor can be {' or '.join(repr(placement_of(c)) for c in possible)}"
+            )
+    return tuple(a for a, g in enumerate(given) if g == "sum")
+
+
 def full_tensor(x: ShardTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
     """See `ShardTensor.full_tensor`."""
-    axes: tuple[int, ...] = ()
-    if grad_placements is not None:
-        cuts = cuts_of(x._spec.layout, grad_placements, x.ndim)
-        axes = tuple(a for a, c in enumerate(cuts) if c == "sum")
-    return to_shard(x, x._spec.replicated(), axes)
+    whole = x._spec.replicated()
+    return to_shard(x, whole, () if grad_placements is None else _summed_axes(whole, grad_placements))
 
 
 def redistribute(
@@ -211,20 +272,27 @@ def redistribute(
     spec = x._spec
     if mesh is not None and MeshLayout.of(mesh) is not spec.layout:
         raise LayoutError(
-            f"redistribute cannot change the mesh ({spec.layout} to {mesh}): gather with full_tensor() and scatter again"
+            f"redistribute cannot change the mesh ({spec.layout} to {mesh}): gather with full_tensor() and scatter "
+            "again"
         )
     cuts = spec.cuts if placements is None else cuts_of(spec.layout, placements, x.ndim)
-    new = list(default_sizes(spec.layout, cuts, x.shape))
-    for axis in spec.layout.axes:
-        if cuts[axis] == spec.cuts[axis] and spec.sizes[axis]:
-            new[axis] = spec.sizes[axis]
-        if sizes and axis in sizes:
-            new[axis] = tuple(int(n) for n in sizes[axis])
-    if any(isinstance(c, str) and c != spec.cuts[a] and spec.cuts[a] != REPLICATED for a, c in enumerate(cuts)):
-        raise LayoutError(
-            f"{spec.describe()} cannot become {placements}: only a replicated value can be split into summands"
-        )
-    return relayout(x, spec.like(cuts=cuts, sizes=new))
+    kept = tuple(
+        spec.sizes[axis] if cuts[axis] == spec.cuts[axis] else new
+        for axis, new in enumerate(default_sizes(spec.layout, cuts, x.shape))
+    )
+    return relayout(x, spec.like(cuts=cuts, sizes=given_sizes(spec.layout, cuts, sizes, kept)), fresh=True)
+
+
+def as_gradient_of(x: ShardTensor, g: Tensor) -> Tensor:
+    """What may be set as `x.grad`, in the layout of `x`; a plain tensor is the whole gradient, alike on all ranks."""
+    with torch.no_grad():
+        return relayout(as_sharded(g.detach() if not isinstance(g, ShardTensor) else g, x._spec), grad_spec(x._spec))
+
+
+def as_tangent(g: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A gradient in the one layout that a compiled graph takes: that of its tensor, contiguous."""
+    wanted = grad_spec(spec).like(stride=contiguous_stride(spec.shape))
+    return wrap(relayout(g, wanted)._local_tensor.contiguous(), wanted.of_dtype(g.dtype))
 
 
 def from_dtensor(d: DTensor) -> ShardTensor:
@@ -238,6 +306,8 @@ def from_dtensor(d: DTensor) -> ShardTensor:
             for c, p in zip(cuts, d.placements, strict=True)
         ]
     )
+    if hasattr(local, "wait"):  # a collective of the DTensor that is still under way
+        local = local.wait()
     return from_shard(local, ShardTensorSpec.make(layout, cuts, sizes, d.shape, d.dtype, stride_like(d.shape, local)))
 
 

@@ -23,12 +23,9 @@ def operands_text(args: Any, kwargs: Any = None) -> str:
     parts = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            spec = getattr(leaf, "_spec", None)
-            parts.append(
-                spec.describe()
-                if hasattr(spec, "describe")
-                else f"plain {str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
-            )
+            spec: Any = getattr(leaf, "_spec", None)
+            plain = f"plain {str(leaf.dtype).removeprefix('torch.')}{tuple(leaf.shape)}"
+            parts.append(spec.describe() if hasattr(spec, "describe") else plain)
     return ", ".join(parts) or "no tensors"
 
 

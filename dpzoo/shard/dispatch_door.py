@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dpzoo.shard.diagnose import op_name
 from dpzoo.shard.errors import ShardError
-from dpzoo.shard.fallback import note_gather
-from dpzoo.shard.function_door import broadcast_labels
+from dpzoo.shard.fallback import note_gather, refuse
+from dpzoo.shard.function_door import aligned_with, broadcast_labels
+from dpzoo.shard.moved_view import counted, wrote
+from dpzoo.shard.op_names import NOT_POINTWISE, POINTWISE_NAMES
 from dpzoo.shard.plan import AxisChoice, Dims, Operand, choose, layout_of
 from dpzoo.shard.spec import ShardTensorSpec, stride_like
 from dpzoo.shard.tensor import DISPATCH, ShardTensor, wrap
@@ -43,9 +45,19 @@ def on(*ops: Any) -> Callable[[Handler], Handler]:
 def classify(op: Any) -> Handler:
     """The handler of an aten op that has none of its own."""
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
-    if torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags:
+    if op._schema.name in ("aten::set_", "aten::resize_"):  # set_ is not seen by the function door
+        return refuse
+    if is_pointwise(op):
         return _pointwise_inplace if writes else _pointwise
     return _gathered_write if writes else _gathered
+
+
+def is_pointwise(op: Any) -> bool:
+    """By torch's tag, or, for ops that lack it (many backward formulas do), by the name of the function."""
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    name = op._schema.name.removeprefix("aten::").removeprefix("special_").removesuffix("_backward").rstrip("_")
+    return torch.Tag.pointwise in op.tags or (name in POINTWISE_NAMES and name not in NOT_POINTWISE)
 
 
 # ---------------------------------------------------------------------- pointwise
@@ -114,7 +126,7 @@ _SPECS: dict[Any, ShardTensorSpec] = {}
 
 
 def spec_in(local: Tensor, layout: Any, cuts: Any, sizes: Any) -> ShardTensorSpec:
-    """The spec of the global tensor that these local tensors make up; cached on the shape and strides of this rank's."""
+    """The spec of the global tensor that these local tensors make up; cached on the local one's shape and strides."""
     key = (layout, cuts, sizes, local.shape, local.stride(), local.dtype)
     spec = _SPECS.get(key)
     if spec is None:
@@ -140,21 +152,16 @@ def _pointwise_inplace(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -
     if "out" in kwargs or not isinstance(target, ShardTensor):
         return _gathered_write(op, types, args, kwargs)
     leaves, tree = tree_flatten((args[1:], kwargs))
-    rest, kwargs = tree_unflatten([_local_for(t, target) if isinstance(t, Tensor) else t for t in leaves], tree)
-    op(target._local_tensor, *rest, **kwargs)
+    rest, kwargs = tree_unflatten([local_for(t, target) if isinstance(t, Tensor) else t for t in leaves], tree)
+    counted(op, target._local_tensor, *rest, **kwargs)
+    wrote(target)
     return target
 
 
-def _local_for(t: Tensor, target: ShardTensor) -> Tensor:
+def local_for(t: Tensor, target: ShardTensor) -> Tensor:
     """The part of a broadcasting operand that belongs to the target's shard."""
-    spec, shift = target._spec, target.ndim - t.ndim
-    cuts, sizes = [], []
-    for axis, cut in enumerate(spec.cuts):
-        dim = cut - shift if isinstance(cut, int) and cut >= 0 else -1
-        fits = dim >= 0 and t.shape[dim] == target.shape[dim + shift]
-        cuts.append(dim if fits else -1)
-        sizes.append(spec.sizes[axis] if fits else ())
-    return local_in(t, spec.layout, tuple(cuts), tuple(sizes))
+    cuts, sizes = aligned_with(target._spec, t.shape)
+    return local_in(t, target._spec.layout, tuple(cuts), tuple(sizes))
 
 
 # ---------------------------------------------------------------------- no rule: gather
@@ -199,7 +206,8 @@ def _gathered_write(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> A
             if copy.shape != t.shape:
                 raise ShardError(f"{op_name(op)} would change the shape of a sharded tensor in place")
             if isinstance(t, ShardTensor):
-                t._local_tensor.copy_(move(copy, t._spec.replicated(), t._spec))
+                counted(t._local_tensor.copy_, move(copy, t._spec.replicated(), t._spec))
+                wrote(t)
             else:
                 t.copy_(copy)
     return written[0] if len(written) == 1 else tuple(written)

@@ -6,7 +6,7 @@ class ShardError(RuntimeError):
 
 
 class MissingShardPatch(ShardError, NotImplementedError):
-    """An op has no sharding rule and may not be computed by gathering (strict mode, or an op that gathering would falsify)."""
+    """An op has no rule and may not be computed by gathering: strict mode, or gathering would falsify it."""
 
 
 class UndeterminedShardingError(ShardError):

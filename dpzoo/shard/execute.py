@@ -49,13 +49,19 @@ class _Exit:
         spec = self.spec
         if spec is None or spec.dtype is not local.dtype:
             spec = self.spec = self._spec_of(local)
-        if local.requires_grad:
-            out = from_shard(sum_over(local, self.groups), spec)
-        else:
-            for group in self.groups:
-                local = comm.all_reduce(local, group)
-            out = wrap(local, spec)
+        if self.groups:
+            local = self._summed(local)
+        out = from_shard(local, spec) if local.requires_grad else wrap(local, spec)
         return relayout(out, spec.like(cuts=self.home[0], sizes=self.home[1])) if self.home is not None else out
+
+    def _summed(self, local: Tensor) -> Tensor:
+        """Partial sums added up, in float32 for half precision, so that the error does not grow with the ranks."""
+        wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+        if local.requires_grad:
+            return sum_over(wide, self.groups).to(local.dtype)
+        for group in self.groups:
+            wide = comm.all_reduce(wide, group)
+        return wide.to(local.dtype)
 
     def _spec_of(self, local: Tensor) -> ShardTensorSpec:
         shape = list(local.shape)
@@ -137,7 +143,7 @@ def same_mesh(func: Any, tensors: Sequence[Tensor]) -> Any:
         from dpzoo.shard.errors import LayoutError
 
         raise LayoutError(
-            f"{op_name(func)}{where()}: operands live on different meshes {list(layouts)} ({operands_text(tensors)}); bring them "
-            "onto one mesh, e.g. full_tensor() and scatter_tensor"
+            f"{op_name(func)}{where()}: operands live on different meshes {list(layouts)} ({operands_text(tensors)}); "
+            "bring them onto one mesh, e.g. full_tensor() and scatter_tensor"
         )
     return next(iter(layouts))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard.tracing import is_tracing
 
 BUCKET_BYTES = 25 * 2**20
 _mode = "bucket"
@@ -40,8 +41,17 @@ def grad_sync(mode: str) -> Iterator[None]:
 
 
 def may_defer() -> bool:
-    """Asked in forward: inside a DDP forward the reducer reads gradients as they arrive, so they must be complete."""
-    return _mode == "bucket" and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+    """Asked in forward: may the gradients that follow from it wait for the end of the backward pass?
+
+    Not inside a DDP forward, whose reducer reads gradients as they arrive; nor when forward runs inside a backward pass
+    (a reentrant checkpoint), where nobody can tell whether DDP is at work.
+    """
+    return (
+        _mode == "bucket"
+        and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+        and torch._C._current_graph_task_id() == -1
+        and not is_tracing()  # a graph has no end-of-backward callback
+    )
 
 
 def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
@@ -74,7 +84,7 @@ def collect(node: Any, g: Tensor, groups: tuple[str, ...]) -> bool:
 
 
 def weight_grad(ctx: Any, position: int, g: Tensor, groups: tuple[str, ...]) -> Tensor | None:
-    """What a Function returns for its plain input at `position`: the complete gradient, or None if it is summed later."""
+    """What a Function returns for its plain input at `position`: the complete gradient, None if it is summed later."""
     if not groups:
         return g
     if ctx.defer and collect(ctx.next_functions[position][0], g, groups):
@@ -106,7 +116,8 @@ class _Bucket:
 
     def launch(self) -> None:
         """Start the sum over the first group."""
-        self.flat = torch._C._nn.flatten_dense_tensors([g for _, g in self.items])  # type: ignore[attr-defined]
+        # Always a copy: a gradient may be shared with another input of its op, and the sum is made in place.
+        self.flat = torch.cat([g.reshape(-1) for _, g in self.items])
         self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
 
     def finish(self) -> None:
@@ -115,21 +126,30 @@ class _Bucket:
         if self.work is not None:
             self.work.wait()
         flat = sum_over(self.flat, self.groups[1:])
-        weights = [w for w, _ in self.items]
-        for weight, g in zip(weights, torch._C._nn.unflatten_dense_tensors(flat, weights), strict=True):  # type: ignore[attr-defined]
+        for (weight, part), g in zip(self.items, flat.split([p.numel() for _, p in self.items]), strict=True):
             if weight.data_ptr() == 0 and weight.numel():
                 raise RuntimeError(
                     "a sharded weight was freed before its gradient was summed over the domain mesh; "
                     "run forward and backward under dpzoo.shard.grad_sync('eager')"
                 )
-            before = weight.grad
-            weight.grad = g if before is None else before + g
+            accumulate(weight, g.view(part.shape))
+
+
+def accumulate(weight: Tensor, g: Tensor) -> None:
+    """Add to `weight.grad` as autograd does: into the tensor that is there, else a tensor in the weight's layout."""
+    if weight.grad is not None:
+        weight.grad.add_(g)
+    elif weight.is_contiguous():
+        weight.grad = g.to(weight.dtype)
+    else:
+        weight.grad = torch.empty_like(weight).copy_(g)
 
 
 class _Task:
     """The buckets of one backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._open: dict[Any, _Bucket] = {}
         self._sent: list[_Bucket] = []
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -149,21 +169,22 @@ class _Task:
         self._sent.append(bucket)
 
     def _finish(self) -> None:
+        _tasks.pop(self._number, None)
         with torch.no_grad():
             for bucket in self._open.values():
                 self._send(bucket)
             for bucket in self._sent:
                 bucket.finish()
-        self._open.clear()
-        self._sent.clear()
 
 
+_MAX_TASKS = 16
 _tasks: OrderedDict[int, _Task] = OrderedDict()
 
 
 def _new_task() -> _Task:
     """The collector of the backward pass that has just begun (nested passes have their own)."""
-    task = _tasks[torch._C._current_graph_task_id()] = _Task()
-    while len(_tasks) > 16:  # finished or failed passes
+    number = torch._C._current_graph_task_id()
+    task = _tasks[number] = _Task(number)
+    while len(_tasks) > _MAX_TASKS:  # passes that failed never finish
         _tasks.popitem(last=False)
     return task

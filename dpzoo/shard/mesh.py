@@ -1,6 +1,7 @@
 """The mesh as the core sees it: names and integers, so that a spec can be hashed, copied and pickled.
 
-A `MeshLayout` is interned: the same device mesh gives the same object. It holds no ProcessGroup; groups are found by name.
+A `MeshLayout` is interned: the same device mesh gives the same object. It holds no ProcessGroup; groups are found by
+name.
 """
 
 from typing import Any

@@ -6,8 +6,13 @@ bytes; everything else (who fetches what, which gradients are partial sums, how 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, even_sizes, moved
@@ -167,3 +172,20 @@ def layout_of(
             cuts.append(REPLICATED)
             sizes.append(())
     return tuple(cuts), tuple(sizes)
+
+
+def probe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run `op` on tensors of the same shapes without data: what torch refuses is refused here, on every rank alike.
+
+    A shard may fit where the global tensor does not (or only on some ranks), so a rule asks before anything is sent.
+    Casts that autocast would make are not known here; nothing is checked then.
+    """
+    if torch._C._is_any_autocast_enabled():
+        return
+
+    def empty(t: Tensor) -> Tensor:
+        return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+
+    args, kwargs = tree_map_only(Tensor, empty, (args, kwargs))
+    with suppress(NotImplementedError):  # an op without a meta kernel
+        op(*args, **kwargs)

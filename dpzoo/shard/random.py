@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,15 +31,15 @@ def manual_seed(seed: int) -> None:
     _seen.clear()
 
 
-def _next_key(spec: ShardTensorSpec) -> int:
-    """Key of the next draw, the same on every rank of the mesh."""
+def next_key(spec: ShardTensorSpec) -> int:
+    """Key of the next draw, the same on every rank of the mesh of `spec`."""
     global _seed, _count
     if _seed is None:  # first use without a seed: the first rank's torch seed serves all
         start = torch.tensor(torch.initial_seed() & _MASK, device=spec.layout.device_type)
         for axis in spec.layout.axes:
             start = comm.broadcast(start, 0, spec.layout.groups[axis])
         _seed = int(start)
-    state = int(torch.randint(_MASK, ()))
+    state = int(torch.randint(_MASK, (), device="cpu"))
     number = _seen.get(state)
     if number is None:
         number = _seen[state] = _count
@@ -62,6 +64,8 @@ def _signed(z: int) -> int:
 
 def _shift(t: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
+    if bits == 0:
+        return t
     return (t >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -83,14 +87,23 @@ def _global_index(spec: ShardTensorSpec, device: torch.device) -> Tensor:
 
 def _bits(spec: ShardTensorSpec, device: torch.device, streams: int = 1) -> list[Tensor]:
     """Independent 53-bit integers for every element of the shard."""
-    key = _next_key(spec)
+    key = next_key(spec)
     index = _global_index(spec, device)
     return [_shift(_mix(_mix(index * streams + s + _signed(key)) + _signed(_mix_int(key))), 11) for s in range(streams)]
 
 
-def uniform(spec: ShardTensorSpec, device: torch.device) -> Tensor:
-    """The shard of a global tensor of uniform numbers in [0, 1), float64."""
-    return _bits(spec, device)[0].to(torch.float64) * 2.0**-53
+def uniform(spec: ShardTensorSpec, device: torch.device, digits: int = 53) -> Tensor:
+    """The shard of a global tensor of uniform numbers in [0, 1), float64.
+
+    Args:
+        digits: binary digits of the numbers; with those of a shorter dtype a cast to it cannot round up to 1.
+    """
+    return _shift(_bits(spec, device)[0], 53 - digits).to(torch.float64) * 2.0**-digits
+
+
+def chance(spec: ShardTensorSpec, device: torch.device, p: float) -> Tensor:
+    """The shard of a global boolean tensor that is True with probability `p`."""
+    return _bits(spec, device)[0] < int(p * 2**53)
 
 
 def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:
@@ -102,3 +115,11 @@ def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:
 def integers(spec: ShardTensorSpec, device: torch.device, low: int, high: int) -> Tensor:
     """The shard of a global tensor of integers in [low, high)."""
     return low + (uniform(spec, device) * (high - low)).to(torch.int64).clamp_(max=high - low - 1)
+
+
+@contextmanager
+def seeded(key: int, device: torch.device) -> Iterator[None]:
+    """Inside the block torch's own generators start from `key`; afterwards they are as they were."""
+    with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
+        torch.manual_seed(key & _MASK)
+        yield

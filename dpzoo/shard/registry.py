@@ -1,7 +1,8 @@
 """Where rules live: one table from a function, in all its spellings, to the rule that plans it.
 
 `@rule(*spellings("softmax"))` registers a planning rule: a function with the op's own parameters that returns `Dims`.
-`@handler(...)` registers code that composes other ops (differentiable by construction). Both answer `__torch_function__`.
+`@handler(...)` registers code that composes other ops (differentiable by construction). Both answer
+`__torch_function__`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from dpzoo.shard.errors import PromotionWarning, ShardError
 from dpzoo.shard.execute import CompiledPlan, compile_plan
@@ -66,6 +68,8 @@ def handler(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any
         RULES[name or answer.__name__] = funcs
 
         def call(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            if _has_dtensor(args) or (kwargs and _has_dtensor(kwargs.values())):
+                args, kwargs = adopt_dtensors((args, kwargs))
             return answer(func, *args, **kwargs)
 
         for func in funcs:
@@ -73,6 +77,23 @@ def handler(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any
         return answer
 
     return register
+
+
+# ---------------------------------------------------------------------- DTensors among the operands
+def _has_dtensor(values: Iterable[Any]) -> bool:
+    return any(
+        isinstance(v, DTensor) or (v.__class__ in (list, tuple) and any(isinstance(t, DTensor) for t in v))
+        for v in values
+    )
+
+
+def adopt_dtensors(call: Any) -> Any:
+    """A call with every DTensor as a ShardTensor (no communication)."""
+    return tree_map_only(DTensor, ShardTensor.from_dtensor, call)
+
+
+class _DTensorFoundError(Exception):
+    pass
 
 
 # ---------------------------------------------------------------------- running a planned rule
@@ -89,8 +110,13 @@ def run_rule(
     try:
         key = (plan_rule, func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
         plan = PLANS.get(key)
+    except _DTensorFoundError:
+        return run_rule(plan_rule, signature, func, types, *adopt_dtensors((args, kwargs)))
     except TypeError:  # an argument that cannot be hashed
         key, plan = None, None
+    if ShardTensor._promotion_mode is not TensorPromotionMode.SILENT:
+        for t in tensors:
+            check_promotion(t, func)
     if plan is None:
         plan = _make_plan(plan_rule, signature, func, args, kwargs, tensors)
         if plan is None:
@@ -115,10 +141,8 @@ def _key(args: Iterable[Any], tensors: list[Tensor]) -> Any:
             tensors.append(a)
         elif isinstance(a, Tensor):
             if isinstance(a, DTensor):
-                a = ShardTensor.from_dtensor(a)
-                out.append(a._spec)
-            else:
-                out.append((a.shape, a.dtype, a.__class__ is torch.nn.Parameter))
+                raise _DTensorFoundError
+            out.append((a.shape, a.dtype, a.__class__ is torch.nn.Parameter))
             tensors.append(a)
         elif a.__class__ is tuple or a.__class__ is list:
             out.append((a.__class__, _key(a, tensors)))
@@ -146,12 +170,10 @@ def _make_plan(
     operands = _tensors_in(bound.arguments.values())
     if not any(isinstance(t, ShardTensor) for t in tensors):
         return None
-    for t in tensors:
-        check_promotion(t, func)
     dims = plan_rule(*bound.args, **bound.kwargs)
     if dims is None or dims is NotImplemented:
         return None
-    order = [next(i for i, t in enumerate(tensors) if t is o or getattr(t, "_dtensor", None) is o) for o in operands]
+    order = [next(i for i, t in enumerate(tensors) if t is o) for o in operands]
     assert isinstance(dims, Dims)
     return compile_plan(func, dims, [tensors[i] for i in order], order)
 

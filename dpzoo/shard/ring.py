@@ -38,6 +38,10 @@ def perform_ring_iteration(
 ) -> Tensor:
     """Send `tensor` one step along the ring and return what arrives (of `recv_shape`, the same shape by default)."""
     layout = MeshLayout.of(mesh)
+    if not -len(layout.shape) <= ring_config.mesh_dim < len(layout.shape):
+        raise ValueError(
+            f"ring_config names axis {ring_config.mesh_dim}, there is no axis {ring_config.mesh_dim} in {layout}"
+        )
     axis = ring_config.mesh_dim % len(layout.shape)
     if layout.shape[axis] != ring_config.mesh_size:
         raise ValueError(

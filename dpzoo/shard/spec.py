@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -112,7 +113,7 @@ class ShardTensorSpec:
         key = (layout, tuple(cuts), tuple(sizes), shape, dtype, stride)
         found = _POOL.get(key)
         if found is None:
-            _check(layout, key[1], key[2], shape)
+            _check(layout, key[1], key[2], shape, dtype)
             found = ShardTensorSpec.__new__(ShardTensorSpec)
             found.layout, found.cuts, found.sizes = layout, key[1], key[2]
             found.shape, found.stride, found.dtype = torch.Size(shape), stride, dtype
@@ -174,8 +175,14 @@ class ShardTensorSpec:
         if found is None:
             if len(self._by_stride) > 64:
                 self._by_stride.clear()
-            found = self._by_stride[local.stride()] = self.like(stride=stride_like(self.shape, local))
+            fits = same_order(self.stride, local)  # a shard without rows fits any order: it follows the others
+            found = self if fits else self.like(stride=stride_like(self.shape, local))
+            self._by_stride[local.stride()] = found
         return found
+
+    def in_memory_format(self, memory_format: torch.memory_format) -> ShardTensorSpec:
+        """This layout with the strides of an explicit memory format."""
+        return self.like(stride=torch.empty(self.shape, device="meta", memory_format=memory_format).stride())
 
     # ------------------------------------------------------------------ questions
     def axis_of(self, dim: int) -> int | None:
@@ -262,31 +269,52 @@ class ShardTensorSpec:
         return self
 
     def __reduce__(self) -> Any:
-        mesh = self.layout.device_mesh
-        return (_rebuild, (mesh, self.cuts, self.sizes, tuple(self.shape), self.dtype, self.stride))
+        mesh, me = self.layout.device_mesh, dist.get_rank()
+        return (_rebuild_spec, (mesh, me, self.cuts, self.sizes, tuple(self.shape), self.dtype, self.stride))
 
     def __repr__(self) -> str:
         return f"ShardTensorSpec({self.describe()}, {self.layout})"
 
 
-def _rebuild(mesh: DeviceMesh, *parts: Any) -> ShardTensorSpec:
+def _rebuild_spec(mesh: DeviceMesh, rank: int, *parts: Any) -> ShardTensorSpec:
+    if rank != dist.get_rank():
+        raise LayoutError(
+            f"this is the shard of rank {rank}, loaded on rank {dist.get_rank()}: each rank loads its own"
+        )
     return ShardTensorSpec.make(MeshLayout.of(mesh), *parts)
 
 
-def _check(layout: MeshLayout, cuts: tuple[Cut, ...], sizes: tuple[Sizes, ...], shape: tuple[int, ...]) -> None:
+torch.serialization.add_safe_globals([ShardTensorSpec, _rebuild_spec, DeviceMesh])
+
+
+def _check_reduction(op: str, dtype: torch.dtype) -> None:
+    known = ("sum", "avg", "max", "min", "product")
+    if op not in known:
+        raise LayoutError(f"Partial({op!r}) is not supported: use one of {', '.join(known)}")
+    if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise LayoutError(f"Partial('avg') of {dtype}: an average of integers is not an integer; use Partial('sum')")
+    if dtype.is_complex and op not in ("sum", "avg"):
+        raise LayoutError(f"Partial({op!r}) of {dtype}: complex values can only be summed or averaged")
+
+
+def _check(
+    layout: MeshLayout, cuts: tuple[Cut, ...], sizes: tuple[Sizes, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """Raise `LayoutError` unless the parts of a spec fit together."""
     if len(cuts) != len(layout.shape) or len(sizes) != len(cuts):
         raise LayoutError(f"{layout} has {len(layout.shape)} axes, but {len(cuts)} placements were given")
     seen: dict[int, int] = {}
     for axis, cut in enumerate(cuts):
+        if isinstance(cut, str):
+            _check_reduction(cut, dtype)
         if isinstance(cut, str) or cut == REPLICATED:
             continue
         if not 0 <= cut < len(shape):
             raise LayoutError(f"Shard({cut}) on a tensor of shape {shape}: there is no dim {cut}")
         if cut in seen:
             raise LayoutError(
-                f"mesh axes {seen[cut]} and {axis} both cut dim {cut} of shape {shape}; one tensor dim may be cut by one "
-                "mesh axis: use different dims, or one axis of both sizes multiplied"
+                f"mesh axes {seen[cut]} and {axis} both cut dim {cut} of shape {shape}; one tensor dim may be cut by "
+                "one mesh axis: use different dims, or one axis of both sizes multiplied"
             )
         seen[cut] = axis
         if len(sizes[axis]) != layout.shape[axis] or any(n < 0 for n in sizes[axis]):
@@ -299,16 +327,28 @@ def _check(layout: MeshLayout, cuts: tuple[Cut, ...], sizes: tuple[Sizes, ...], 
 
 def stride_like(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     """Global strides with the memory order of `local`; expanded (stride 0) dims stay so, gaps are closed."""
-    if local.is_contiguous():
+    if local.stride() == contiguous_stride(local.shape):
         return contiguous_stride(shape)
-    order = sorted(range(len(shape)), key=lambda d: (-local.stride(d), d))
+    strides = local.stride()
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
     out, step = [0] * len(shape), 1
     for d in reversed(order):
-        if local.stride(d) == 0 and local.shape[d] > 1:
+        if strides[d] == 0 and local.shape[d] > 1:
             continue
         out[d] = step
         step *= max(shape[d], 1)
     return tuple(out)
+
+
+def same_order(stride: Sequence[int], local: torch.Tensor) -> bool:
+    """Do the dims of `local` lie in memory in the order of `stride`? Dims of one element, or none, say nothing."""
+    if local.numel() == 0:
+        return True
+    told = [d for d, n in enumerate(local.shape) if n > 1]
+    if any((stride[d] == 0) != (local.stride(d) == 0) for d in told):
+        return False
+    found = [local.stride(d) for d in sorted(told, key=lambda d: (-stride[d], d))]
+    return found == sorted(found, reverse=True)
 
 
 def default_sizes(layout: MeshLayout, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Sizes, ...]:

@@ -1,13 +1,15 @@
 """`ShardTensor`: one global tensor, of which this rank holds a shard.
 
-A wrapper subclass of `torch.Tensor`: autograd sees the global tensor, `_local_tensor` is this rank's data (never part of
-a graph), `_spec` says where everything else lives. Calls arrive at two doors: `__torch_function__` (ops that need
-a rule with its own gradient) and `__torch_dispatch__` (pointwise ops and views, with torch's native autograd above).
+A wrapper subclass of `torch.Tensor`: autograd sees the global tensor, `_local_tensor` is this rank's data (never part
+of a graph), `_spec` says where everything else lives. Calls arrive at two doors: `__torch_function__` (ops that need a
+rule with its own gradient) and `__torch_dispatch__` (pointwise ops and views, with torch's native autograd above).
 What happens behind the doors is in `function_door.py` and `dispatch_door.py`.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -16,15 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as _NoTorchFunction
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from dpzoo.shard.errors import ShardError
 from dpzoo.shard.spec import ShardTensorSpec
+from dpzoo.shard.tracing import is_tracing
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _requires_grad, _set_requires_grad = torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__
 _grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+_set_data = torch.Tensor.data.__set__
 
 
 class TensorPromotionMode(Enum):
@@ -59,7 +65,16 @@ class ShardTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (FUNCTIONS.get(func) or resolve(func))(func, types, args, kwargs or {})
+        if is_dynamo_compiling():  # the graph holds the call itself; the rules run when it is traced through autograd
+            with _NoTorchFunction():
+                return func(*args, **(kwargs or {}))
+        try:
+            return (FUNCTIONS.get(func) or resolve(func))(func, types, args, kwargs or {})
+        except TypeError as error:
+            # From `x + y`, torch would turn it into "unsupported operand type(s)": the cause would be lost.
+            if len(args) == 2 and not kwargs and all(isinstance(a, Tensor) for a in args):
+                raise ShardError(f"{getattr(func, '__name__', func)}: {error}") from error
+            raise
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -80,14 +95,16 @@ class ShardTensor(torch.Tensor):
         Args:
             local: the shard on this rank.
             placements: one of `Shard(dim)`, `Replicate()`, `Partial()` per mesh axis.
-            sharding_shapes: "infer" asks the other ranks for their sizes (one small exchange, checked on all ranks),
-                "chunk" assumes the sizes of `torch.chunk` (needs no communication; pass `global_shape` or equal shards),
-                or `{mesh_dim: (shape_of_rank_0, ...)}`, of which the size along the cut dim is used.
-            global_shape: the global shape, when it should be checked or is needed for "chunk".
-            run_check: also check that replicated data is the same on all ranks.
+            sharding_shapes: "infer" asks the other ranks for their sizes (one small exchange, checked on all ranks).
+                "chunk" stands for the sizes of `torch.chunk`; with `global_shape` it needs no exchange.
+                `{mesh_dim: (shape_of_rank_0, ...)}`, of which the size along the cut dim is used, needs none either.
+            global_shape: the global shape; checked.
+            run_check: compare everything between the ranks, also where no exchange is needed, and the values of
+                replicated data too.
 
         Raises:
-            LayoutError, UndeterminedShardingError: on every rank, when shapes, placements and mesh do not fit together.
+            LayoutError, UndeterminedShardingError: when shapes, placements and mesh do not fit together; on every rank,
+                if there was an exchange. Without one a rank can only tell that its own shard does not fit.
         """
         from dpzoo.shard import construct
 
@@ -157,15 +174,16 @@ class ShardTensor(torch.Tensor):
 
     @staticmethod
     def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
-        """Let `handler(op, types, args, kwargs)` answer the aten op `op` below autograd; it wins over built-in rules."""
+        """Let `handler(op, types, args, kwargs)` answer an aten op below autograd; it wins over built-in rules."""
         DISPATCH[op] = handler
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
         """As `register_function_handler`, for a function named by "module.qualname" or an op named "namespace::op"."""
         NAMED[name] = handler
-        for func in [f for f in FUNCTIONS if name in names_of(f)]:
-            FUNCTIONS[func] = handler
+        for table in (FUNCTIONS, DISPATCH):
+            for func in [f for f in table if name in names_of(f)]:
+                table[func] = handler
 
     @classmethod
     def get_promotion_mode(cls) -> TensorPromotionMode:
@@ -243,6 +261,10 @@ class ShardTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None and value.shape == self.shape:
+            from dpzoo.shard import construct
+
+            value = construct.as_gradient_of(self, value)
         with _NoTorchFunction():
             _set_grad(self, value)
 
@@ -250,6 +272,14 @@ class ShardTensor(torch.Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """The tensor without its graph."""
         return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardTensor):
+            raise TypeError(f"the data of a ShardTensor is a ShardTensor, got {type(value).__name__}")
+        with _NoTorchFunction():
+            _set_data(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         """Global size."""
@@ -285,21 +315,35 @@ class ShardTensor(torch.Tensor):
         return self.detach().full_tensor().tolist()
 
     def __bool__(self) -> bool:
-        return bool(self.detach().full_tensor())
+        if self.numel() != 1:
+            many = "more than one value" if self.numel() else "no values"
+            raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
+        return bool(self.item())
 
     def __float__(self) -> float:
-        return float(self.item())
+        return float(self._scalar())
 
     def __int__(self) -> int:
-        return int(self.item())
-
-    def __index__(self) -> int:
-        return self.detach().full_tensor().__index__()
+        return int(self._scalar())
 
     def __complex__(self) -> complex:
-        return complex(self.item())
+        return complex(self._scalar())
+
+    def _scalar(self) -> Any:
+        if self.numel() != 1:
+            raise ValueError("only one element tensors can be converted to Python scalars")
+        return self.item()
+
+    def __index__(self) -> int:
+        if self.numel() != 1 or self.dtype.is_floating_point or self.dtype.is_complex:
+            raise TypeError("only integer tensors of a single element can be converted to an index")
+        return int(self.item())
 
     def __contains__(self, value: Any) -> bool:
+        if not isinstance(value, (Tensor, bool, int, float, complex)):
+            raise RuntimeError(
+                f"Tensor.__contains__ only supports Tensor or scalar, but you passed in a {type(value)}."
+            )
         return bool((self == value).any())
 
     def __format__(self, spec: str) -> str:
@@ -316,26 +360,40 @@ class ShardTensor(torch.Tensor):
         return self.numpy()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """The layout and this rank's shard; no communication, so that one rank alone may print."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"ShardTensor({self._spec.describe()} on {self._spec.layout}{grad}, local={self._local_tensor})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment."
             )
         if id(self) in memo:
             return memo[id(self)]
-        copy = wrap(self._local_tensor.clone(), self._spec, self.requires_grad)
-        memo[id(self)] = copy
+        made = memo[id(self)] = wrap(self._local_tensor.clone(), self._spec, self.requires_grad)
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
-        return copy
+            made.grad = self.grad.__deepcopy__(memo)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return (_rebuild, (self._local_tensor, self._spec, self.requires_grad))
+        return (_rebuild, (self._local_tensor, self._spec, self.requires_grad, self.__dict__))
 
     # ------------------------------------------------------------------ torch.compile
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused, as every way to the memory of a global tensor; torch.compile asks for it to tell tensors apart."""
+        if not is_tracing():
+            return super().untyped_storage()
+        with _NoTorchFunction():
+            return super().untyped_storage()
+
+    def _stable_hash_for_caching(self) -> str:
+        spec = self._spec
+        key = (spec.describe(), spec.stride, spec.layout.coords, spec.layout.groups, spec.layout.ranks)
+        return hashlib.sha256(repr((key, str(self.device), self.requires_grad)).encode()).hexdigest()
+
     def __tensor_flatten__(self) -> tuple[list[str], ShardTensorSpec]:
         return ["_local_tensor"], self._spec
 
@@ -343,9 +401,23 @@ class ShardTensor(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], spec: ShardTensorSpec, size: Any, stride: Any) -> ShardTensor:
         return wrap(inner["_local_tensor"], spec)
 
+    def __coerce_tangent_metadata__(self) -> ShardTensor:
+        """The layout that a gradient of this output will be brought to: whole where it is a sum, contiguous."""
+        from dpzoo.shard import construct
 
-def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool) -> ShardTensor:
-    return wrap(local, spec, requires_grad)
+        return construct.as_tangent(self, self._spec)
+
+    def __coerce_same_metadata_as_tangent__(self, expected: Any, expected_type: Any = None) -> ShardTensor | None:
+        """This gradient in the layout that the graph was made for."""
+        from dpzoo.shard import construct
+
+        return construct.as_tangent(self, expected) if expected_type in (None, ShardTensor) else None
+
+
+def _rebuild(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, attributes: dict[str, Any]) -> ShardTensor:
+    made = wrap(local, spec, requires_grad)
+    made.__dict__.update(attributes)
+    return made
 
 
 def wrap(local: Tensor, spec: ShardTensorSpec, requires_grad: bool = False) -> ShardTensor:
@@ -357,6 +429,8 @@ def wrap(local: Tensor, spec: ShardTensorSpec, requires_grad: bool = False) -> S
         raise AssertionError(
             f"local {local.dtype}{tuple(local.shape)} is not the shard {tuple(spec.local_shape)} of {spec}"
         )
+    if spec.dtype.is_complex and local.is_conj():  # the wrapper would not know of the lazy conjugation
+        local = local.resolve_conj()
     t = _make_wrapper(
         ShardTensor, spec.shape, spec.stride, dtype=spec.dtype, device=local.device, requires_grad=requires_grad
     )
@@ -398,3 +472,6 @@ def resolve_op(op: Any) -> Callable[..., Any]:
     handler = named or dispatch_door.classify(op)
     DISPATCH[op] = handler
     return handler
+
+
+torch.serialization.add_safe_globals([ShardTensor, _rebuild])

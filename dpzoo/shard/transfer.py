@@ -54,18 +54,15 @@ def _blocked(axis: int, cut: Cut, cuts: list[Cut]) -> bool:
 def _step(
     spec: ShardTensorSpec, axis: int, old: Cut, old_sizes: tuple[int, ...], new: Cut, new_sizes: tuple[int, ...]
 ) -> Step | None:
-    group, me, n = spec.layout.groups[axis], spec.layout.coords[axis], spec.layout.shape[axis]
+    group, me = spec.layout.groups[axis], spec.layout.coords[axis]
+    if isinstance(new, str) and old != REPLICATED:  # by way of the whole value
+        return _chain(
+            _step(spec, axis, old, old_sizes, REPLICATED, ()), _step(spec, axis, REPLICATED, (), new, new_sizes)
+        )
     if isinstance(old, str):
         return _reduce_step(old, new, new_sizes, group)
     if isinstance(new, str):
-        if old != REPLICATED:
-            gather = _step(spec, axis, old, old_sizes, REPLICATED, ())
-            keep = _step(spec, axis, REPLICATED, (), new, ())
-            assert gather is not None and keep is not None
-            return lambda t: keep(gather(t))
-        if new == "avg" or n == 1:
-            return None
-        return (lambda t: t) if me == 0 else torch.zeros_like
+        return _split_step(new, me)
     if new == REPLICATED:
         return lambda t: comm.all_gather_v(t, old, old_sizes, group)
     if old == REPLICATED:
@@ -81,6 +78,19 @@ def _reduce_step(op: str, new: Cut, new_sizes: tuple[int, ...], group: str) -> S
     if isinstance(new, int) and new >= 0:
         return lambda t: comm.reduce_scatter_v(t, new, new_sizes, group, op)
     return lambda t: comm.all_reduce(t, group, op)
+
+
+def _split_step(op: str, me: int) -> Step | None:
+    """A whole value as what `op` reduces to it: rank 0 keeps it, the others hold the identity."""
+    if me == 0 or op not in ("sum", "product"):  # the average and the extremes of copies are the value itself
+        return None
+    return torch.zeros_like if op == "sum" else torch.ones_like
+
+
+def _chain(first: Step | None, second: Step | None) -> Step | None:
+    if first is None or second is None:
+        return first or second
+    return lambda t: second(first(t))
 
 
 def bytes_moved(src: ShardTensorSpec, dst: ShardTensorSpec) -> int:

@@ -6,6 +6,7 @@ import argparse
 import gc
 import importlib
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from tests.conformance.cases import LAYOUTS
 from tests.conformance.catalog import Entry, entries
-from tests.conformance.judge import FAILURES
+from tests.conformance.judge import FAILURES, Outcome
 from tests.conformance.pool import Pool
-from tests.conformance.records import Records, failures_text
+from tests.conformance.records import Records, kinds_text
 from tests.conformance.table import render
 from tests.conformance.worker import Selection
 
@@ -35,11 +36,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="one case in N, always the same ones")
     parser.add_argument("--budget", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for one case")
-    redo = ("none", "failed", "refused", "all")
+    redo = ("none", "failed", "refused", "gathered", "all")
     parser.add_argument("--redo", default="none", choices=redo, help="finished cases to run again")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "conformance", help="where outcomes are kept")
     parser.add_argument("--table", type=Path, help="where the page goes; default docs/op_table.md after a full run")
     parser.add_argument("--kinds", type=int, default=15, help="kinds of failure that the summary names")
+    outcomes = [str(outcome) for outcome in Outcome]
+    parser.add_argument("--explain", action="append", choices=outcomes, help="outcomes to group; default failures")
     parser.add_argument("--report", action="store_true", help="run nothing: summary and table of what is recorded")
     parser.add_argument("--verbose", action="store_true", help="a line per case")
     return parser.parse_args(arguments)
@@ -61,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         for key, record in records.by_key.items()
         if (record["op"], record["variant"]) in names and key.endswith((*ranks, "|-"))
     ]
-    print(failures_text(mine, options.kinds))
+    print(kinds_text(mine, options.kinds, options.explain or FAILURES))
     counts = Counter(record["outcome"] for record in mine)
     print(", ".join(f"{name} {count}" for name, count in counts.most_common()) or "no case ran")
     table = options.table or (ROOT / "docs" / "op_table.md" if _whole(options) else None)
@@ -91,25 +94,28 @@ def run(chosen: list[Entry], options: argparse.Namespace, records: Records) -> N
     started, count = time.monotonic(), 0
     finished = records.finished(options.redo)
     layouts = tuple(options.layout) or LAYOUTS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the ranks go as well
     for ranks in (int(text) for text in options.ranks.split(",")):
         pool = Pool(options.target, ranks, {entry.key: entry for entry in chosen}, options.timeout)
-        for index, entry in enumerate(chosen):
-            spent = time.monotonic() - started
-            if spent > options.budget:
-                print(f"budget spent at {entry.name} on {ranks} ranks; run again to go on")
-                break
-            skip = frozenset(finished.get(entry.key, ()))
-            before, entry_started = count, time.monotonic()
-            for record in pool.run(entry, Selection(options.limit, options.sample, layouts, skip)):
-                records.add(record)
-                count += 1
-                if options.verbose:
-                    print(record["outcome"], record["key"], record["detail"], flush=True)
-            if count > before:
-                rate = (count - before) / (time.monotonic() - entry_started)
-                place = f"[{ranks} ranks {index + 1}/{len(chosen)} {spent:.0f}s]"
-                print(f"{place} {entry.key}: {count - before} cases, {rate:.0f}/s", flush=True)
-        pool.stop()
+        try:
+            for index, entry in enumerate(chosen):
+                spent = time.monotonic() - started
+                if spent > options.budget:
+                    print(f"budget spent at {entry.name} on {ranks} ranks; run again to go on")
+                    break
+                skip = frozenset(finished.get(entry.key, ()))
+                before, entry_started = count, time.monotonic()
+                for record in pool.run(entry, Selection(options.limit, options.sample, layouts, skip)):
+                    records.add(record)
+                    count += 1
+                    if options.verbose:
+                        print(record["outcome"], record["key"], record["detail"], flush=True)
+                if count > before:
+                    rate = (count - before) / (time.monotonic() - entry_started)
+                    place = f"[{ranks} ranks {index + 1}/{len(chosen)} {spent:.0f}s]"
+                    print(f"{place} {entry.key}: {count - before} cases, {rate:.0f}/s", flush=True)
+        finally:
+            pool.stop()
     print(f"{count} cases in {time.monotonic() - started:.0f} s")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,14 @@ class Records:
             file.write(json.dumps(record) + "\n")
 
     def finished(self, redo: str) -> dict[str, set[str]]:
-        """Keys per ``name|variant`` that need not run again; ``redo``: none, failed, refused (and failed), all."""
-        again = {"none": (), "failed": FAILURES, "refused": (*FAILURES, "refused"), "all": None}[redo]
+        """Keys per ``name|variant`` that need not run again; ``redo``: each word after "none" takes in more."""
+        again = {
+            "gathered": (*FAILURES, "refused", "gathered"),
+            "none": (),
+            "failed": FAILURES,
+            "refused": (*FAILURES, "refused"),
+            "all": None,
+        }[redo]
         keys: dict[str, set[str]] = {}
         if again is None:
             return keys
@@ -45,11 +51,11 @@ class Records:
         return keys
 
 
-def failures_text(records: Iterable[Record], limit: int = 40) -> str:
-    """Failures grouped by what was seen, the most frequent first, each with one key that shows it."""
+def kinds_text(records: Iterable[Record], limit: int = 40, outcomes: Sequence[str] = FAILURES) -> str:
+    """Cases with these outcomes grouped by what was seen, the most frequent first, each with one key that shows it."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if record["outcome"] in FAILURES:
+        if record["outcome"] in outcomes:
             groups.setdefault((record["outcome"], _shape_of(record["detail"])), []).append(record)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     lines = []
@@ -64,5 +70,5 @@ def failures_text(records: Iterable[Record], limit: int = 40) -> str:
 
 
 def _shape_of(detail: str) -> str:
-    """The detail without its numbers."""
-    return re.sub(r"-?\d[\d.]*(e[+-]?\d+)?", "#", detail)[:90]
+    """The detail without its numbers, and of a gather only the op."""
+    return re.sub(r"-?\d[\d.]*(e[+-]?\d+)?", "#", re.split(" in | has no rule", detail)[0])[:90]

@@ -61,9 +61,9 @@ class Target:
         """Whether the library says that it does not do this, as opposed to breaking."""
         raise NotImplementedError
 
-    def gathered(self, caught: list[warnings.WarningMessage]) -> bool:
-        """Whether one of the warnings says that the library gathered a tensor."""
-        return False
+    def gathered(self, caught: list[warnings.WarningMessage]) -> str:
+        """The warning that says that the library gathered a tensor, "" if there is none."""
+        return ""
 
     def before_case(self) -> None:
         """Forget what was warned about, so that each case warns for itself."""
@@ -109,8 +109,9 @@ class DpzooTarget(Target):
     def refuses(self, error: BaseException) -> bool:
         return isinstance(error, self.library.ShardError)
 
-    def gathered(self, caught: list[warnings.WarningMessage]) -> bool:
-        return any(issubclass(warning.category, self.library.GatherWarning) for warning in caught)
+    def gathered(self, caught: list[warnings.WarningMessage]) -> str:
+        found = (str(w.message) for w in caught if issubclass(w.category, self.library.GatherWarning))
+        return next(found, "")
 
     def before_case(self) -> None:
         self._forget()
@@ -191,6 +192,10 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.complex64)
     if tensor.dtype in _SAME_BITS:
         return tensor.view(_SAME_BITS[tensor.dtype])
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        return tensor.float()
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() or tensor.is_neg() else tensor
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.conformance.cases import sizes_for
 from tests.conformance.judge import FAILURES, difference
-from tests.conformance.records import Records, failures_text
+from tests.conformance.records import Records, kinds_text
 from tests.conformance.table import render
 from tests.conformance.targets import Piece
 
@@ -102,7 +102,7 @@ def test_records_resume_and_render(tmp_path: Path) -> None:
     assert again.finished("none") == {"exp|op": {"exp|op|0|0|even|2", "exp|op|0|0|empty|2"}}
     assert again.finished("failed") == {"exp|op": {"exp|op|0|0|even|2"}}
     assert again.finished("all") == {}
-    assert "largest error 3" in failures_text(again.by_key.values())
+    assert "largest error 3" in kinds_text(again.by_key.values())
     page = render(list(again.by_key.values()), [("arange", "op")])
     assert "| `exp` | 2 | 1 | 0 | 0 | 1 | **wrong 1** |" in page
     assert "arange" in page

@@ -44,7 +44,7 @@ class Held:
     values: list[Any]
     spec: str = ""
     needs_grad: tuple[bool, ...] = ()
-    gathered: bool = False
+    gathered: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Rank:
         verdict = _judge_raised(everyone, truth) or _judge_forward(everyone, truth)
         if verdict is not None:
             return verdict
-        outcome = Outcome.GATHERED if any(held.gathered for held in everyone) else Outcome.EQUAL
+        gathered = next((held.gathered for held in everyone if held.gathered), "")
         if not truth.which:
-            return outcome, ""
+            return _right(gathered)
         mine = self._attempt(case, lambda: self._backward(truth, run[0]))
         everyone = self._exchange(mine)
         verdict = _judge_raised(everyone, truth, "backward: ") or _judge_backward(everyone, truth)
         if verdict is not None:
             return verdict
-        return Outcome.GATHERED if any(held.gathered for held in everyone) else outcome, ""
+        return _right(gathered or next((f"backward: {held.gathered}" for held in everyone if held.gathered), ""))
 
     def _attempt(self, case: Case, act: Callable[[], Held]) -> Held | Raised:
         self.mark(case.key, "run")
@@ -159,6 +159,10 @@ class Rank:
 
     def _describe(self, value: Any) -> Any:
         return self.target.describe(value) if isinstance(value, torch.Tensor) else value
+
+
+def _right(gathered: str) -> Verdict:
+    return (Outcome.GATHERED, gathered.split(": gathering")[0][:160]) if gathered else (Outcome.EQUAL, "")
 
 
 def _judge_raised(everyone: Sequence[Any], truth: Truth, where: str = "") -> Verdict | None:

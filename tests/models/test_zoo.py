@@ -11,17 +11,23 @@ import torch
 
 from dpzoo.models import create_model, list_models
 
-SHRINK: dict[str, dict[str, Any]] = {"vit_": {"depth": 1}}
+SHRINK: dict[str, dict[str, Any]] = {
+    "vit_": {"depth": 1},
+    "unet_": {"channels": (4, 6, 8)},
+    "diffusion_unet_": {"model_channels": 8, "num_blocks": 1},
+}
 
 
 def small(name: str, **kwargs: Any) -> torch.nn.Module:
     """The variant with as little depth and as few patches as still use all its parts."""
     family = next((f for f in SHRINK if name.startswith(f)), None)
     assert family is not None, f"{name} has no row in SHRINK of {__file__}"
+    kwargs = {**SHRINK[family], **kwargs}
     with torch.device("meta"):
-        patch_size = create_model(name, **SHRINK[family]).patch_embed.patch_size
-    img_size = tuple(p * n for p, n in zip(patch_size, (3, 2, 2), strict=False))
-    return create_model(name, img_size=img_size, **SHRINK[family], **kwargs)
+        patch_embed = getattr(create_model(name, **kwargs), "patch_embed", None)
+    if patch_embed is not None:  # built for one grid
+        kwargs["img_size"] = tuple(p * n for p, n in zip(patch_embed.patch_size, (3, 2, 2), strict=False))
+    return create_model(name, **kwargs)
 
 
 @pytest.mark.parametrize("name", list_models())
@@ -58,7 +64,7 @@ def test_builds_on_meta_at_full_size(name: str):
     assert model(*model.example_inputs()).is_meta
 
 
-@pytest.mark.parametrize("name", ["vit_nano_patch4", "vit_nano_patch4_3d_dense"])
+@pytest.mark.parametrize("name", ["vit_nano_patch4", "vit_nano_patch4_3d_dense", "unet_nano", "diffusion_unet_nano"])
 def test_compiles_as_one_graph(name: str):
     model = small(name)
     inputs = model.example_inputs(batch_size=2)

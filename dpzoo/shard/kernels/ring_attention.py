@@ -4,7 +4,8 @@ Keys and values go once around the ring; each rank attends to the block it holds
 are merged by their log-sum-exp in float32 or better. The backward pass sends the blocks around again, their gradients
 one step behind, and uses the global log-sum-exp, so that it is exact.
 
-Shapes: q (..., n, d), k (..., m, d), v (..., m, e); n and m differ per rank and may be 0.
+Shapes: q (..., n, d), k (..., m, d), v (..., m, e); n and m differ per rank and may be 0. Leading dims of k and v may
+be 1 where those of q are not: what travels is not expanded.
 """
 
 from typing import Any
@@ -118,7 +119,8 @@ class _Ring:
                 p = (self._scores(q, k, owner) - finite).exp()
                 ds = p * (g @ _wide(v).transpose(-1, -2) - delta) * self.scale
                 dq += ds @ _wide(k)
-                dk, dv = ds.transpose(-1, -2) @ _wide(q), p.transpose(-1, -2) @ g
+                dk = (ds.transpose(-1, -2) @ _wide(q)).sum_to_size(k.shape)
+                dv = (p.transpose(-1, -2) @ g).sum_to_size(v.shape)
             if home is not None:
                 before_k, before_v = (h.wait() for h in home)
                 dk, dv = dk + before_k, dv + before_v

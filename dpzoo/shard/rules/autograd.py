@@ -27,7 +27,13 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _edge(t: Any) -> Any:
-    return get_gradient_edge(t) if isinstance(t, Tensor) else t
+    """The graph edge of a tensor; the caller holds the tensor, so the edge needs no token to keep the graph alive."""
+    if not isinstance(t, Tensor):
+        return t
+    with torch._C.DisableTorchFunctionSubclass():
+        if t.grad_fn is not None:
+            return GradientEdge(t.grad_fn, t.output_nr)
+        return get_gradient_edge(t)
 
 
 def _root_gradients(outputs: Sequence[Any], given: Any) -> list[Tensor | None]:
@@ -44,7 +50,8 @@ def _root_gradients(outputs: Sequence[Any], given: Any) -> list[Tensor | None]:
             g = torch.ones_like(out.detach())
         if tuple(g.shape) != tuple(out.shape):
             raise RuntimeError(
-                f"Mismatch in shape: grad_output has a shape of {tuple(g.shape)} and output has a shape of {tuple(out.shape)}."
+                f"Mismatch in shape: grad_output has a shape of {tuple(g.shape)} and output has a shape of "
+                f"{tuple(out.shape)}."
             )
         if not isinstance(g, ShardTensor):
             g = replicate(g, out)
@@ -65,6 +72,9 @@ def backward(
     """`torch.autograd.backward`."""
     roots = _listed(tensors)
     grads = _root_gradients(roots, grad_tensors)
+    for t in _listed(inputs):
+        if isinstance(t, Tensor) and t.grad_fn is not None:
+            t.retain_grad()  # as torch does for tensors, though not for edges
     edges = None if inputs is None else [_edge(t) for t in _listed(inputs)]
     torch.autograd.backward([_edge(t) for t in roots], grads, retain_graph, create_graph, inputs=edges)
 
@@ -96,17 +106,24 @@ def grad(
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`; gradients come back in the layout of their inputs."""
-    if is_grads_batched:
-        from dpzoo.shard.fallback import refuse
-
-        refuse(func, (), (outputs, inputs), {"is_grads_batched": True})
     roots, leaves = _listed(outputs), _listed(inputs)
-    grads = _root_gradients(roots, grad_outputs)
     allow = bool(allow_unused) or materialize_grads
-    found = torch.autograd.grad(
-        [_edge(t) for t in roots], [_edge(t) for t in leaves], grads, retain_graph, create_graph, allow_unused=allow
-    )
-    return tuple(_in_layout(g, x, materialize_grads) for g, x in zip(found, leaves, strict=True))
+
+    def once(grad_outputs: Any, retain_graph: bool | None) -> tuple[Tensor | None, ...]:
+        grads = _root_gradients(roots, grad_outputs)
+        edges = [_edge(t) for t in roots], [_edge(t) for t in leaves]
+        found = torch.autograd.grad(*edges, grads, retain_graph, create_graph, allow_unused=allow)
+        return tuple(_in_layout(g, x, materialize_grads) for g, x in zip(found, leaves, strict=True))
+
+    if not is_grads_batched:
+        return once(grad_outputs, retain_graph)
+    batches = [_listed(g.unbind(0)) if isinstance(g, Tensor) else [] for g in _listed(grad_outputs)]
+    if not batches or any(len(b) != len(batches[0]) for b in batches) or not batches[0]:
+        raise RuntimeError("autograd.grad: is_grads_batched=True needs grad_outputs with a leading dim of one length")
+    rows = list(zip(*batches, strict=True))
+    keep = retain_graph if retain_graph is not None else create_graph
+    found = [once(row, True if i + 1 < len(rows) else keep) for i, row in enumerate(rows)]
+    return tuple(None if column[0] is None else torch.stack(column) for column in zip(*found, strict=True))
 
 
 def _in_layout(g: Tensor | None, x: Any, materialize: bool) -> Tensor | None:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.dispatch_door import local_in, on, wrap_in
+from dpzoo.shard.diagnose import op_name
+from dpzoo.shard.dispatch_door import local_for, local_in, on, wrap_in
 from dpzoo.shard.errors import ShardError
+from dpzoo.shard.fallback import replicate, whole
+from dpzoo.shard.moved_view import counted, wrote
 from dpzoo.shard.partition import starts
-from dpzoo.shard.spec import REPLICATED
+from dpzoo.shard.registry import handler
+from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.transfer import move
 
@@ -27,8 +31,15 @@ aten = torch.ops.aten
     aten.contiguous.default,
 )
 def _copy(op: Any, x: ShardTensor, **kwargs: Any) -> ShardTensor:
-    out = op(x._local_tensor, **kwargs)
-    return wrap(out, x._spec.for_local(out))
+    local, spec = x._local_tensor, x._spec
+    if spec.is_partial and kwargs.get("dtype", spec.dtype) is not spec.dtype:  # the cast of a sum is no sum of casts
+        spec = spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts))
+        local = move(local, x._spec, spec)
+    out = op(local, **kwargs)
+    order = kwargs.get("memory_format")
+    if order is not None and order is not torch.preserve_format:
+        spec = spec.in_memory_format(order)
+    return wrap(out, spec.for_local(out))
 
 
 @on(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default)
@@ -60,31 +71,43 @@ def _new(op: Any, x: ShardTensor, size: Sequence[int], *args: Any, **kwargs: Any
     return wrap_in(out, spec.layout, (REPLICATED,) * n, ((),) * n)
 
 
+@handler(torch.Tensor.new_tensor, name="new_tensor")
+def new_tensor(func: Any, self: Tensor, data: Any, **options: Any) -> Any:
+    """A new tensor, the same on every rank."""
+    assert isinstance(self, ShardTensor)
+    options = {"dtype": self.dtype, "device": self.device, **options}
+    needs_grad = options.pop("requires_grad", False)
+    return replicate(torch.tensor(whole(data), **options), self).requires_grad_(needs_grad)
+
+
 @on(aten.copy_.default)
 def _copy_(op: Any, x: Any, src: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(x, ShardTensor):
         assert isinstance(src, ShardTensor)
         x.copy_(move(src._local_tensor, src._spec, src._spec.replicated()))
         return x
-    if (
-        isinstance(src, ShardTensor)
-        and src._spec.cuts == x._spec.cuts
-        and src._spec.sizes == x._spec.sizes
-        and src.ndim == x.ndim
-    ):
-        x._local_tensor.copy_(src._local_tensor, non_blocking)
-        return x
-    from dpzoo.shard.dispatch_door import _local_for
-
-    if x._spec.is_partial:
-        raise ShardError("copy_ into a partial value is not defined: redistribute it first")
-    x._local_tensor.copy_(_local_for(src, x), non_blocking)
+    if isinstance(src, ShardTensor) and same_cut(src._spec, x._spec):
+        value = src._local_tensor
+    elif x._spec.is_partial:
+        raise ShardError(f"copy_ into the partial value {x._spec.describe()} is not defined: redistribute it first")
+    else:
+        value = local_for(src, x)
+    counted(x._local_tensor.copy_, value, non_blocking)
+    wrote(x)
     return x
+
+
+def same_cut(a: ShardTensorSpec, b: ShardTensorSpec) -> bool:
+    """Whether the shards of two tensors fit on each other without broadcasting."""
+    return (a.shape, a.cuts, a.sizes) == (b.shape, b.cuts, b.sizes)
 
 
 @on(aten.zero_.default, aten.fill_.Scalar)
 def _fill_(op: Any, x: ShardTensor, *args: Any) -> ShardTensor:
-    op(x._local_tensor, *args)
+    if x._spec.is_partial and op is not aten.zero_.default:
+        raise ShardError(f"{op_name(op)} on the partial value {x._spec.describe()}: redistribute it first")
+    counted(op, x._local_tensor, *args)
+    wrote(x)
     return x
 
 

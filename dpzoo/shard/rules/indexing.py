@@ -7,71 +7,81 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from dpzoo.shard.fallback import gather_call, replicate
-from dpzoo.shard.function_door import native
-from dpzoo.shard.plan import Dims, Labels
+from dpzoo.shard.fallback import gather_call, whole
+from dpzoo.shard.function_door import broadcast_labels, native
+from dpzoo.shard.moved_view import copied_view
+from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
-from dpzoo.shard.rules.parts import normal_dim
+from dpzoo.shard.rules.parts import native_part, normal_dim
 from dpzoo.shard.tensor import ShardTensor
 
+aten = torch.ops.aten
+
 _BASIC = (int, slice, type(None), type(Ellipsis))
+_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _items(index: Any) -> list[Any]:
+    """The parts of an index, lists of ints as tensors."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    return [torch.tensor(i) if isinstance(i, (list, range)) and _all_ints(i) else i for i in parts]
+
+
+def _all_ints(values: Sequence[Any]) -> bool:
+    return len(values) > 0 and all(type(v) is int for v in values)
 
 
 def _is_basic(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return all(isinstance(i, _BASIC) and not isinstance(i, bool) for i in items)
+    return all(isinstance(i, _BASIC) and not isinstance(i, bool) for i in _items(index))
 
 
 @handler(torch.Tensor.__getitem__, name="getitem")
 def getitem(func: Any, x: Any, index: Any) -> Any:
-    """`x[...]`: views for ints, slices, None and Ellipsis; index tensors along one dim; the rest gathered."""
-    if not isinstance(x, ShardTensor):
-        index = tuple(_whole(i) for i in index) if isinstance(index, tuple) else _whole(index)
-        return x[index] if not isinstance(x, ShardTensor) else x
+    """`x[...]`: views for ints, slices, None and Ellipsis; index tensors over uncut dims are local."""
     if _is_basic(index):
-        return native(func, (ShardTensor,), (x, index), {})
-    one = _one_index_tensor(index, x.ndim)
-    if one is None:
+        return native_part(func, x, index)
+    found = _run_of_tensors(_items(index), x.ndim)
+    if found is None:
         return gather_call(func, (), (x, index), {})
-    dim, before, at = one
-    taken = x[before] if before is not None else x
-    return RULE_OF["take"](func, (ShardTensor,), (taken, dim, at), {})
+    basic, dim, tensors = found
+    part = x if all(i == slice(None) for i in basic if i is not Ellipsis) else x[tuple(basic)]
+    return RULE_OF["take"](func, (ShardTensor,), (part, dim, *tensors), {})
 
 
-def _whole(i: Any) -> Any:
-    return i.full_tensor() if isinstance(i, ShardTensor) else i
+def _run_of_tensors(items: list[Any], ndim: int) -> tuple[list[Any], int, list[Tensor]] | None:
+    """An index with integer tensors side by side and else slices, None and Ellipsis, in two steps.
 
-
-def _one_index_tensor(index: Any, ndim: int) -> tuple[int, Any, Tensor] | None:
-    """(dim, basic index of the other dims, index tensor) if there is one integer index tensor and else only full slices."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    items = [
-        torch.tensor(i) if isinstance(i, (list, range)) and len(i) and all(type(k) is int for k in i) else i
-        for i in items
-    ]
-    found = [k for k, i in enumerate(items) if isinstance(i, Tensor)]
-    if len(found) != 1 or any(not isinstance(i, (slice, type(Ellipsis), Tensor)) for i in items):
+    Returns the index without the tensors, the dim of its result where they apply, and the tensors; None for others.
+    """
+    at = [k for k, i in enumerate(items) if isinstance(i, Tensor)]
+    tensors = [items[k] for k in at]
+    fits = all(isinstance(i, (slice, Tensor, type(None), type(Ellipsis))) for i in items)
+    if not fits or not at or at[-1] - at[0] + 1 != len(at) or any(t.dtype not in _INDEX_DTYPES for t in tensors):
         return None
-    k, at = found[0], items[found[0]]
-    if at.dtype in (torch.bool, torch.uint8) or any(isinstance(i, slice) and i != slice(None) for i in items):
-        return None
-    dots = [j for j, i in enumerate(items) if i is Ellipsis]
-    dim = k if not dots or dots[0] > k else ndim - (len(items) - k)
-    return dim, None, at
+    basic = [slice(None) if isinstance(i, Tensor) else i for i in items]
+    used = sum(i is not None and i is not Ellipsis for i in basic)
+    if used > ndim:
+        return None  # torch says what is wrong with it
+    dots = [k for k, i in enumerate(basic) if i is Ellipsis]
+    dim = at[0] + (ndim - used - 1 if dots and dots[0] < at[0] else 0)
+    return basic, dim, tensors
 
 
 @rule(name="take")
-def _take(input: Tensor, dim: int, index: Tensor) -> Dims | None:
-    """Rows of an uncut dim by an index of any shape; the index may be cut instead of the input."""
+def _take(input: Tensor, dim: int, *indices: Tensor) -> Dims | None:
+    """Elements of uncut dims by index tensors that broadcast together; an index may be cut instead of the input."""
     labels: Labels = tuple(range(input.ndim))
-    names = tuple(f"i{k}" for k in range(index.ndim))
+    taken = range(dim, dim + len(indices))
+    index_labels, out_index = broadcast_labels([tuple(i.shape) for i in indices])
+    named = [tuple(None if k is None else f"i{k}" for k in names) for names in index_labels]
     slices = (slice(None),) * dim
     return Dims(
-        [labels, names],
-        [(*labels[:dim], *names, *labels[dim + 1 :])],
-        lambda x, i: x[(*slices, i)],
-        whole=frozenset([dim]),
+        [labels, *named],
+        [(*labels[:dim], *(f"i{k}" for k in out_index), *labels[taken.stop :])],
+        lambda x, *i: x[(*slices, *i)],
+        whole=frozenset(taken),
     )
 
 
@@ -81,6 +91,7 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> Dims | None:
     if index.ndim > 1 or input.ndim == 0:
         return None
     d = normal_dim(dim, input.ndim)
+    probe(torch.index_select, input, d, index)
     labels: Labels = tuple(range(input.ndim))
     names = ("i",) * index.ndim
     out = (*labels[:d], "i", *labels[d + 1 :])
@@ -94,6 +105,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     if sparse_grad or input.ndim == 0 or index.ndim != input.ndim:
         return None
     d = normal_dim(dim, input.ndim)
+    probe(torch.gather, input, d, index)
     same = [i != d and input.shape[i] == index.shape[i] for i in range(input.ndim)]
     x = tuple(i if s else f"x{i}" for i, s in enumerate(same))
     y = tuple(i if s else f"y{i}" for i, s in enumerate(same))
@@ -107,17 +119,18 @@ def take_along_dim(func: Any, input: Tensor, indices: Tensor, dim: int | None = 
     if out is not None or (input.ndim != indices.ndim and dim is not None):
         return gather_call(func, (), (input, indices, dim), {} if out is None else {"out": out})
     if dim is None:
-        return torch.gather(input.flatten(), 0, indices.flatten())
+        return take_along_dim(func, input.flatten(), indices.flatten(), 0)
     d = normal_dim(dim, input.ndim)
     shape = [max(a, b) if i != d else None for i, (a, b) in enumerate(zip(input.shape, indices.shape, strict=True))]
     x = input.expand([input.shape[d] if n is None else n for n in shape])
+    indices = torch.where(indices < 0, indices + input.shape[d], indices)  # gather does not count from the end
     return torch.gather(x, d, indices.expand([indices.shape[d] if n is None else n for n in shape]))
 
 
 @handler(*spellings("select"), name="select")
 def select(func: Any, input: Any, dim: int, index: int) -> Any:
     """One row, shared with every rank where its dim is cut."""
-    return native(torch.Tensor.select, (ShardTensor,), (input, dim, index), {})
+    return native_part(torch.Tensor.select, input, dim, index)
 
 
 @handler(
@@ -151,24 +164,27 @@ def parts(func: Any, *args: Any, **kwargs: Any) -> Any:
         return _split(
             first, *rest, **{("split_size" if k == "split_size_or_sections" else k): v for k, v in kwargs.items()}
         )
-    return native(getattr(torch.Tensor, name), (ShardTensor,), (first, *rest), kwargs)
+    return native_part(getattr(torch.Tensor, name), first, *rest, **kwargs)
 
 
 def _split(x: Any, split_size: Any, dim: int = 0) -> Any:
     func = torch._VF.split if isinstance(split_size, int) else torch._VF.split_with_sizes  # type: ignore[attr-defined]
-    return tuple(native(func, (ShardTensor,), (x, split_size, dim), {}))
+    return tuple(native_part(func, x, split_size, dim))
 
 
 @handler(*spellings("unbind"), name="unbind")
 def unbind(func: Any, input: Any, dim: int = 0) -> Any:
     """All rows of a dim."""
-    return native(torch.Tensor.unbind, (ShardTensor,), (input, dim), {})
+    return native_part(torch.Tensor.unbind, input, dim)
 
 
 @handler(*spellings("diagonal"), name="diagonal")
 def diagonal(func: Any, input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Both dims of the diagonal are needed whole."""
-    return RULE_OF["diagonal rule"](func, (ShardTensor,), (input, offset, dim1, dim2), {})
+    """A view; where both dims are cut they are brought together first."""
+    a, b = normal_dim(dim1, input.ndim), normal_dim(dim2, input.ndim)
+    if input._spec.is_partial or (input._spec.axis_of(a) is not None and input._spec.axis_of(b) is not None):
+        return copied_view(RULE_OF["diagonal rule"](func, (ShardTensor,), (input, offset, dim1, dim2), {}), input)
+    return native_part(torch.Tensor.diagonal, input, offset, dim1, dim2)
 
 
 @rule(name="diagonal rule")
@@ -176,103 +192,51 @@ def _diagonal(input: Tensor, offset: int, dim1: int, dim2: int) -> Dims | None:
     if input.ndim < 2:
         return None
     a, b = normal_dim(dim1, input.ndim), normal_dim(dim2, input.ndim)
-    labels = tuple(range(input.ndim))
-    out = (*(x for x in labels if x not in (a, b)), "diagonal")
+    labels: Labels = tuple(range(input.ndim))
+    out: Labels = (*(x for x in labels if x not in (a, b)), "diagonal")
     return Dims([labels], [out], lambda t: t.diagonal(offset, a, b), whole=frozenset([a, b, "diagonal"]))
 
 
 # ---------------------------------------------------------------------- writing
 @handler(torch.Tensor.__setitem__, name="setitem")
 def setitem(func: Any, x: Any, index: Any, value: Any) -> None:
-    """`x[...] = value`: a new tensor with the part replaced, copied into `x`; gradients as in torch."""
+    """`x[...] = value`: a write into the view, where `x[...]` is one; gradients as in torch."""
     if not isinstance(x, ShardTensor):
-        native(torch.Tensor.copy_, (ShardTensor,), (x[index], _whole(value)), {})
+        x[tree_map(whole, index)] = whole(value)
         return
-    if isinstance(index, Tensor) and index.dtype is torch.bool and index.shape == x.shape and _is_scalar(value):
-        x.masked_fill_(index, value)
-        return
-    if not _is_basic(index):
+    scalar = not isinstance(value, Tensor) or value.ndim == 0
+    if scalar and isinstance(index, Tensor) and index.dtype is torch.bool and 0 < index.ndim <= x.ndim:
+        _set_masked(x, index, value)
+    elif _is_basic(index):
+        _set_view(native(torch.Tensor.__getitem__, (ShardTensor,), (x, index), {}), value)
+    else:
         _set_gathered(x, index, value)
-        return
-    inside = torch.zeros_like(x, dtype=torch.bool, requires_grad=False)
-    with torch.no_grad():
-        _mark(inside, index)
-    part = x.detach()[index]
+
+
+def _set_masked(x: ShardTensor, mask: Tensor, value: Any) -> None:
+    if mask.shape != x.shape[: mask.ndim]:
+        raise IndexError(
+            f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed tensor {list(x.shape)}"
+        )
+    x.masked_fill_(mask.reshape([*mask.shape, *[1] * (x.ndim - mask.ndim)]), value)
+
+
+def _set_view(view: Tensor, value: Any) -> None:
     if not isinstance(value, Tensor):
-        x.masked_fill_(inside, value)
+        view.fill_(value)
         return
-    value = value if isinstance(value, ShardTensor) else replicate(value, x)
-    while value.ndim > part.ndim and value.shape[0] == 1:
+    while value.ndim > view.ndim and value.shape[0] == 1:  # torch drops leading dims of size 1 here
         value = value.squeeze(0)
-    spread = _spread(value.to(x.dtype).expand(part.shape), x, index)
-    x.copy_(torch.where(inside, spread, x))
-
-
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.ndim == 0
-
-
-def _mark(inside: ShardTensor, index: Any) -> None:
-    """Set the indexed part of a mask, shard by shard."""
-    view = native(torch.Tensor.__getitem__, (ShardTensor,), (inside, _as_slices(index, inside)), {})
-    view._local_tensor.fill_(True)
-
-
-def _as_slices(index: Any, x: Tensor) -> tuple[Any, ...]:
-    """A basic index with ints as slices of length 1 and without None: a view of the same elements, of full ndim."""
-    items = [i for i in (index if isinstance(index, tuple) else (index,)) if i is not None]
-    if Ellipsis in items:
-        k = items.index(Ellipsis)
-        items = items[:k] + [slice(None)] * (x.ndim - len(items) + 1) + items[k + 1 :]
-    if len(items) > x.ndim:
-        raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
-    out: list[Any] = []
-    for d, i in enumerate(items):
-        if isinstance(i, int):
-            if not -x.shape[d] <= i < x.shape[d]:
-                raise IndexError(f"index {i} is out of bounds for dimension {d} with size {x.shape[d]}")
-            i %= x.shape[d]
-            i = slice(i, i + 1)
-        out.append(i)
-    return tuple(out)
-
-
-def _spread(value: ShardTensor, x: ShardTensor, index: Any) -> Tensor:
-    """`value` (shape of `x[index]`) at its place in a tensor shaped like `x`, zeros elsewhere: the transpose of indexing."""
-    slices = _as_slices(index, x)
-    value = value.reshape(
-        [len(range(*s.indices(n))) for s, n in zip(slices, x.shape, strict=False)] + list(x.shape[len(slices) :])
-    )
-    for d, s in enumerate(slices):
-        lo, hi, step = s.indices(x.shape[d])
-        if (lo, hi, step) != (0, x.shape[d], 1):
-            value = _Embed.apply(value, d, x.shape[d], lo, max(lo, hi), step)
-    return value
-
-
-class _Embed(torch.autograd.Function):
-    """Rows placed at `lo, lo + step, ...` of a longer dim of zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, dim: int, n: int, lo: int, hi: int, step: int) -> Tensor:
-        ctx.args = (dim, lo, hi, step)
-        shape = [*value.shape[:dim], n, *value.shape[dim + 1 :]]
-        return torch.ops.aten.slice_backward.default(value, shape, dim, lo, hi, step)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        dim, lo, hi, step = ctx.args
-        return g[(*[slice(None)] * dim, slice(lo, hi, step))], None, None, None, None, None
+    view.copy_(value)
 
 
 def _set_gathered(x: ShardTensor, index: Any, value: Any) -> None:
     """An index without a rule: on the whole tensor, then back into the shards."""
-    items: Sequence[Any] = index if isinstance(index, tuple) else (index,)
-    whole = tuple(_whole(i) for i in items)
+    at = tree_map(whole, index)
 
     def write(full: Tensor, v: Any) -> Tensor:
         full = full.clone()
-        full[whole] = v
+        full[at] = v
         return full
 
     write.__name__ = "setitem"

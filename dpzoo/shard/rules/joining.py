@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from dpzoo.shard.bridges import fetch, plain_to_shard, to_shard
 from dpzoo.shard.execute import same_mesh
+from dpzoo.shard.fallback import gather_call, replicate
 from dpzoo.shard.plan import Dims
-from dpzoo.shard.registry import handler, rule, spellings
+from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.rules.factories import cut_along, plan_cat
 from dpzoo.shard.rules.parts import global_of, normal_dim, whole_values
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
@@ -24,7 +26,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Dims | None:
     if len({tuple(t.shape) for t in tensors}) != 1:
         return None
     n = tensors[0].ndim
-    at = dim % (n + 1)
+    at = normal_dim(dim, n + 1)
     labels = tuple(range(n))
     return Dims(
         [labels] * len(tensors),
@@ -50,21 +52,18 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None 
     dim = dim if axis is None else axis
     tensors = list(tensors)
     if out is not None or len({t.ndim for t in tensors if tuple(t.shape) != (0,)}) > 1:
-        from dpzoo.shard.fallback import gather_call
-
         return gather_call(func, (), (tensors, dim), {} if out is None else {"out": out})
-    tensors = [t for t in tensors if tuple(t.shape) != (0,)] or tensors[:1]
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
+    dtype = reduce(torch.promote_types, (t.dtype for t in tensors))
+    like = next(t for t in tensors if isinstance(t, ShardTensor))
+    tensors = [t for t in tensors if tuple(t.shape) != (0,)] or [like]
+    if not any(isinstance(t, ShardTensor) for t in tensors):  # what was sharded holds nothing
+        return replicate(torch.cat(tensors, dim).to(dtype), like)
     d = normal_dim(dim, tensors[0].ndim)
     layout = same_mesh(func, tensors)
     specs = [whole_values(t._spec) for t in tensors if isinstance(t, ShardTensor)]
     axis_cut = next((a for s in specs if (a := s.axis_of(d)) is not None), None)
     if axis_cut is None:
-        from dpzoo.shard.registry import RULE_OF
-
-        return RULE_OF["cat"](func, (), (tensors, d), {})
+        return RULE_OF["cat"](func, (), ([t.to(dtype) for t in tensors], d), {})
     base = next(s for s in specs if s.axis_of(d) is not None)
     parts = [
         cut_along(t, axis_cut, layout.shape[axis_cut])

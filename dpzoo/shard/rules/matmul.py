@@ -1,7 +1,8 @@
-"""Products: linear, matmul and its relatives, einsum. A cut contraction leaves partial sums, which are added at once."""
+"""Products: linear, matmul and relatives, einsum. A cut contraction leaves partial sums, which are added at once."""
 
 from __future__ import annotations
 
+import inspect
 import string
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor
 from dpzoo.shard import gradients
 from dpzoo.shard.bridges import shard_of_grad
 from dpzoo.shard.fallback import gather_call
-from dpzoo.shard.plan import Dims, Labels
+from dpzoo.shard.function_door import broadcast_labels
+from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.spec import ShardTensorSpec
-from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.tensor import FUNCTIONS, ShardTensor, wrap
 
 
 # ---------------------------------------------------------------------- linear
@@ -36,54 +38,33 @@ class _Linear(torch.autograd.Function):
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
             return *gradients.again(ctx, lambda *t: RULE_OF["linear"](F.linear, (), t, {}), (x, w, b), g), None, None
-        spec = ctx.out
-        local = shard_of_grad(g, spec)
-        gx = wrap(local @ w, x._spec.for_local(local)) if need_x else None
-        flat = local.reshape(-1, local.shape[-1]) if local.ndim != 2 else local
-        x_local = x._local_tensor
-        rows = x_local.reshape(-1, x_local.shape[-1]) if x_local.ndim != 2 else x_local
-        gw = gradients.weight_grad(ctx, 1, flat.t() @ rows, ctx.groups) if need_w else None
-        gb = gradients.weight_grad(ctx, 2, flat.sum(0), ctx.groups) if need_b else None
+        local, x_local = shard_of_grad(g, ctx.out), x._local_tensor
+        gx = gw = gb = None
+        if need_x:
+            gx = local @ w
+            gx = wrap(gx, x._spec.for_local(gx))
+        flat = local if local.ndim == 2 else local.reshape(-1, local.shape[-1])
+        if need_w:
+            rows = x_local if x_local.ndim == 2 else x_local.reshape(-1, x_local.shape[-1])
+            gw = gradients.weight_grad(ctx, 1, flat.t() @ rows, ctx.groups)
+        if need_b:
+            gb = gradients.weight_grad(ctx, 2, flat.sum(0), ctx.groups)
         return gx, gw, gb, None, None
-
-
-_LINEAR: dict[tuple[ShardTensorSpec, int], tuple[ShardTensorSpec, tuple[str, ...]]] = {}
-
-
-def _linear_layout(spec: ShardTensorSpec, features: int) -> tuple[ShardTensorSpec, tuple[str, ...]]:
-    found = _LINEAR.get((spec, features))
-    if found is None:
-        if len(_LINEAR) > 4096:
-            _LINEAR.clear()
-        groups = tuple(spec.layout.groups[a] for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
-        found = _LINEAR[spec, features] = (spec.like(shape=(*spec.shape[:-1], features)), groups)
-    return found
 
 
 def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`F.linear` with any mix of operands; plain weights and an uncut last dim take the one-node path."""
-    input, weight, bias = _linear_args(*args, **kwargs)
+    input, weight, bias = args if len(args) == 3 and not kwargs else _linear_args(*args, **kwargs)
     if isinstance(input, ShardTensor):
-        spec = input._spec
-        plain = (
-            not isinstance(weight, ShardTensor)
-            and weight.__class__ in _PLAIN
-            and (bias is None or bias.__class__ in _PLAIN)
-        )
-        if (
-            plain
-            and spec.ndim - 1 not in spec.cuts
-            and not spec.is_partial
-            and weight.ndim == 2
-            and not _autocast(input)
-        ):
-            if weight.shape[1] == spec.shape[-1] and weight.dtype is spec.dtype:
-                out, groups = _linear_layout(spec, weight.shape[0])
-                if torch.is_grad_enabled():
-                    return _Linear.apply(input, weight, bias, out, groups)
-                return wrap(F.linear(input._local_tensor, weight, bias), out)
+        found = _one_node(input._spec, weight, bias)
+        if found is not None:
+            out, groups = found
+            if torch.is_grad_enabled():
+                return _Linear.apply(input, weight, bias, out, groups)
+            return wrap(F.linear(input._local_tensor, weight, bias), out)
     if bias is not None and _contraction_cut(input, weight):
-        return RULE_OF["linear"](func, types, (input, weight), {}) + bias
+        product = RULE_OF["linear"](func, types, (input, weight), {})
+        return product + (bias.to(product.dtype) if torch._C._is_any_autocast_enabled() else bias)
     return RULE_OF["linear"](func, types, (input, weight, bias), {})
 
 
@@ -91,11 +72,34 @@ def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> t
     return input, weight, bias
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+def _one_node(
+    spec: ShardTensorSpec, weight: Tensor, bias: Tensor | None
+) -> tuple[ShardTensorSpec, tuple[str, ...]] | None:
+    """Layout of the output and groups of the weight gradient; None for a call that needs the planned rule."""
+    if weight.__class__ not in _PLAIN or weight.dtype is not spec.dtype or weight.ndim != 2:
+        return None
+    if torch._C._is_any_autocast_enabled():
+        return None
+    features, width = weight.shape
+    if bias is not None and (bias.__class__ not in _PLAIN or bias.dtype is not spec.dtype or bias.shape != (features,)):
+        return None
+    key = (spec, features, width)
+    if key not in _LINEAR:
+        if len(_LINEAR) > 4096:
+            _LINEAR.clear()
+        _LINEAR[key] = _linear_layout(spec, features, width)
+    return _LINEAR[key]
 
 
-def _autocast(t: Tensor) -> bool:
-    return torch._C._is_any_autocast_enabled()
+def _linear_layout(spec: ShardTensorSpec, features: int, width: int) -> tuple[ShardTensorSpec, tuple[str, ...]] | None:
+    if not spec.ndim or spec.shape[-1] != width or spec.is_partial or spec.ndim - 1 in spec.cuts:
+        return None
+    groups = tuple(spec.layout.groups[a] for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
+    return spec.like(shape=(*spec.shape[:-1], features)), groups
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_LINEAR: dict[tuple[ShardTensorSpec, int, int], tuple[ShardTensorSpec, tuple[str, ...]] | None] = {}
 
 
 def _contraction_cut(x: Tensor, w: Tensor) -> bool:
@@ -104,9 +108,12 @@ def _contraction_cut(x: Tensor, w: Tensor) -> bool:
 
 @rule(name="linear")
 def _linear_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Dims:
+    probe(F.linear, input, weight, bias)
     batch: Labels = tuple(range(input.ndim - 1))
     w: Labels = ("o", "i") if weight.ndim == 2 else ("i",)
-    operands: list[Labels] = [(*batch, "i"), w, *([w[:-1]] if bias is not None else [])]
+    operands: list[Labels] = [(*batch, "i"), w]
+    if bias is not None:  # it may be broadcast, as a 0-d bias or one of a single value is
+        operands.append(w[:-1] if bias.shape == weight.shape[:-1] else (None,) * bias.ndim)
     return Dims(
         operands,
         [(*batch, *w[:-1])],
@@ -116,20 +123,31 @@ def _linear_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> D
     )
 
 
-from dpzoo.shard.tensor import FUNCTIONS  # noqa: E402
-
 FUNCTIONS[F.linear] = linear
 FUNCTIONS[torch._C._nn.linear] = linear
 
 
 # ---------------------------------------------------------------------- matmul
-@rule(*spellings("matmul", "__matmul__", "mm", "bmm", "mv", "dot", "vdot", "inner_1d"))
-def matmul(input: Tensor, other: Tensor) -> Dims | None:
-    """Batched products with broadcasting batch dims."""
-    if input.ndim == 0 or other.ndim == 0 or input.dtype.is_complex or other.dtype.is_complex:
-        return None
-    a, b, out = _matmul_labels(tuple(input.shape), tuple(other.shape))
-    return Dims([a, b], [out], torch.matmul, sums=frozenset("k"))
+def _product(name: str, second: str, *others: str) -> None:
+    """Register `op(input, <second>)`, which multiplies along the last dim of the one and the first of the other."""
+    op = getattr(torch, name)
+
+    def plan(input: Tensor, other: Tensor) -> Dims:
+        probe(op, input, other)
+        a, b, out = _matmul_labels(tuple(input.shape), tuple(other.shape))
+        return Dims([a, b], [out], op, sums=frozenset("k"))
+
+    names = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in ("input", second)]
+    plan.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    rule(*spellings(name, *others), name=name)(plan)
+
+
+_product("matmul", "other", "__matmul__")
+_product("mm", "mat2")
+_product("bmm", "mat2")
+_product("mv", "vec")
+_product("dot", "tensor")
+_product("vdot", "other")
 
 
 def _matmul_labels(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
@@ -155,21 +173,27 @@ def rmatmul(func: Any, self: Tensor, other: Tensor) -> Any:
 
 
 def _added(name: str, product: Any) -> None:
+    """`beta * input + alpha * product(a, b)`."""
+
     @handler(*spellings(name), name=name)
     def answer(
         func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
     ) -> Any:
         result = product(a, b)
-        result = result if alpha == 1 else result * alpha
-        total = (
-            result.expand(torch.broadcast_shapes(input.shape, result.shape))
-            if beta == 0
-            else result + (input if beta == 1 else input * beta)
-        )
+        if torch._C._is_any_autocast_enabled():
+            input = input.to(result.dtype)
+        if torch.broadcast_shapes(input.shape, result.shape) != result.shape:
+            raise RuntimeError(f"{name}: input of shape {tuple(input.shape)} does not expand to {tuple(result.shape)}")
+        total = result if alpha == 1 else result * alpha
+        if beta != 0:
+            total = total + (input if beta == 1 else input * beta)
         if out is not None:
-            out.copy_(total)
-            return out
+            return out.copy_(total)
         return total
+
+    @handler(*spellings(f"{name}_"), name=f"{name}_")
+    def answer_in_place(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        return input.copy_(answer(func, input, a, b, beta=beta, alpha=alpha))
 
 
 _added("addmm", torch.mm)
@@ -190,8 +214,10 @@ def outer(func: Any, input: Tensor, vec2: Tensor, *, out: Any = None) -> Any:
 @handler(*spellings("inner"), name="inner")
 def inner(func: Any, input: Tensor, other: Tensor, *, out: Any = None) -> Any:
     """Contract the last dims."""
-    if out is not None or input.ndim == 0 or other.ndim == 0:
-        return gather_call(func, (), (input, other), {} if out is None else {"out": out})
+    if out is not None:
+        return gather_call(func, (), (input, other), {"out": out})
+    if input.ndim == 0 or other.ndim == 0:
+        return input * other
     return torch.tensordot(input, other, ([-1], [-1]))
 
 
@@ -228,8 +254,9 @@ def einsum(equation: Any, *operands: Any) -> Dims | None:
     """Letters are labels; a letter that is summed may be cut."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or any(t.dtype.is_complex for t in operands):
+    if not isinstance(equation, str):
         return None
+    probe(torch.einsum, equation, *operands)
     found = _einsum_labels(equation, [t.ndim for t in operands])
     if found is None:
         return None
@@ -264,3 +291,45 @@ def tensordot(func: Any, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -
         y[j] = x[i]
     kept = [c for d, c in enumerate(x) if d not in left] + [c for d, c in enumerate(y) if d not in right]
     return torch.einsum(f"{''.join(x)},{''.join(y)}->{''.join(kept)}", a, b)
+
+
+# ---------------------------------------------------------------------- products of vectors
+@handler(torch.linalg.vecdot, name="vecdot")
+def vecdot(func: Any, x: Tensor, y: Tensor, *, dim: int = -1, out: Any = None) -> Any:
+    """Sum of `conj(x) * y` over a dim."""
+    product = (x.conj() * y).sum(dim)
+    return product if out is None else out.copy_(product)
+
+
+@rule(*spellings("cross"), name="cross")
+def cross(input: Tensor, other: Tensor, dim: int | None = None) -> Dims | None:
+    """Vectors of length 3 along `dim`, whole on each rank."""
+    n = max(input.ndim, other.ndim)
+    if input.ndim != other.ndim:
+        return None
+    if dim is None:  # torch.cross takes the first dim of size 3, torch.linalg.cross the last dim
+        return None
+    probe(torch.linalg.cross, input, other, dim=dim)
+    labels, out = broadcast_labels([tuple(input.shape), tuple(other.shape)])
+    return Dims(labels, [out], lambda a, b: torch.linalg.cross(a, b, dim=dim), whole=frozenset([dim % n]))
+
+
+@rule(torch.functional.cdist, name="cdist")
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Dims | None:
+    """Distances between the rows of two sets; the channels are whole on each rank."""
+    mode = "use_mm_for_euclid_dist_if_necessary" if compute_mode is None else compute_mode
+    probe(torch.cdist, x1, x2, p)
+    lead, out = broadcast_labels([tuple(x1.shape[:-2]), tuple(x2.shape[:-2])])
+    labels: list[Labels] = [(*lead[0], "p", "c"), (*lead[1], "r", "c")]
+
+    def local(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cdist(a, b, p, mode)
+
+    return Dims(labels, [(*out, "p", "r")], local, whole=frozenset("c"))
+
+
+@handler(F.bilinear, name="bilinear")
+def bilinear(func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """`input1^T W_o input2` for every output o."""
+    out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return out if bias is None else out + bias

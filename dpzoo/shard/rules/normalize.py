@@ -1,12 +1,11 @@
-"""Ops that need one dim whole or merge it: softmax, layer_norm, rms_norm, scans, sorts.
+"""Softmax, layer_norm and rms_norm over any dims.
 
-A softmax over a cut dim shares two small reductions. The others move the cut to another dim and back (all-to-all),
-so that no rank ever holds the whole tensor; a tensor without another dim is gathered, with a warning.
+Over uncut dims they are local. Over a cut dim they share one or two small reductions: nothing else moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,26 +15,40 @@ from torch import Tensor
 from dpzoo.shard import gradients
 from dpzoo.shard.bridges import shard_of_grad, stack_over, sum_over, to_shard
 from dpzoo.shard.fallback import gather_call
-from dpzoo.shard.plan import Dims, Labels
+from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.rules.parts import cut_axes, fill_empty, global_of, groups_of, normal_dim, whole_values
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results of this dtype are kept and added in, as torch's own kernels do."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def result_dtype(op: Callable[[Tensor], Tensor], x: Tensor) -> torch.dtype:
+    """The dtype of `op(x)`, which autocast or the promotion of integers may change."""
+    if x.dtype.is_floating_point and not torch._C._is_any_autocast_enabled():
+        return x.dtype
+    return op(torch.zeros(1, dtype=x.dtype, device=x.device)).dtype
+
 
 # ---------------------------------------------------------------------- softmax
-def _softmax_on_cut(x: ShardTensor, dim: int, log: bool) -> ShardTensor:
+def _softmax_on_cut(x: Any, dim: int, log: bool) -> ShardTensor:
     """Softmax over a cut dim: maximum and sum over all shards."""
     spec = whole_values(x._spec)
     axes = cut_axes(spec, (dim,))
-    local = to_shard(x, spec)
+    dtype = result_dtype(lambda t: (torch.log_softmax if log else torch.softmax)(t, 0), x)
+    local = to_shard(x, spec).to(wide_dtype(x.dtype))
     with torch.no_grad():
         top = stack_over(fill_empty(local.detach(), (dim,), float("-inf")).amax(dim, True), spec, axes).amax(0)
-        top = torch.where(top.isinf(), 0.0, top) if log else top
     shifted = local - top
     total = sum_over(shifted.exp().sum(dim, keepdim=True), groups_of(spec, axes), shared=False)
     out = shifted - total.log() if log else shifted.exp() / total
-    return global_of(out, spec, spec.cuts, spec.sizes)
+    return global_of(out.to(dtype), spec, spec.cuts, spec.sizes)
 
 
 def _softmax_family(name: str, log: bool) -> None:
@@ -115,7 +128,7 @@ class _LayerNorm(torch.autograd.Function):
         )
         gx = wrap(gx, x._spec.for_local(gx)) if needs[0] else None
         gw = gradients.weight_grad(ctx, 1, gw, ctx.groups) if needs[1] else None
-        gb = gradients.weight_grad(ctx, 2, gb, ctx.groups) if needs[2] else None
+        gb = gradients.weight_grad(ctx, 1 if w is None else 2, gb, ctx.groups) if needs[2] else None
         return gx, gw, gb, None, None, None
 
 
@@ -149,17 +162,58 @@ def layer_norm_call(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Any:
-    """Plain weights, uncut normalized dims and no autocast take the one-node path."""
-    if isinstance(input, ShardTensor) and torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
-        plain = all(
-            t is None or (t.__class__ in (Tensor, torch.nn.Parameter) and t.dtype is input.dtype)
-            for t in (weight, bias)
-        )
+    """One node for plain weights and uncut normalized dims; two reductions where a normalized dim is cut."""
+    if isinstance(input, ShardTensor):
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        groups = _norm_groups(input._spec, shape) if plain else None
-        if groups is not None and (weight is None or tuple(weight.shape) == shape):
-            return _LayerNorm.apply(input, weight, bias, shape, eps, groups)
+        spec = input._spec
+        groups = _norm_groups(spec, shape)
+        plain = _is_plain(weight, spec, shape) and _is_plain(bias, spec, shape)
+        if groups is not None and plain and not torch._C._is_any_autocast_enabled():
+            if torch.is_grad_enabled():
+                return _LayerNorm.apply(input, weight, bias, shape, eps, groups)
+            out = torch.layer_norm(input._local_tensor, shape, weight, bias, eps)
+            return wrap(out, spec.for_local(out))
+        if _cuts_statistics(input, shape, weight, bias):
+            return _layer_norm_on_cut(input, len(shape), weight, bias, eps)
     return RULE_OF["layer_norm"](func, (), (input, normalized_shape, weight, bias, eps), {})
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _is_plain(parameter: Tensor | None, spec: ShardTensorSpec, shape: tuple[int, ...]) -> bool:
+    return parameter is None or (
+        parameter.__class__ in _PLAIN and parameter.dtype is spec.dtype and parameter.shape == shape
+    )
+
+
+def _cuts_statistics(x: ShardTensor, shape: tuple[int, ...], *affine: Tensor | None) -> bool:
+    """Whether some normalized dim is cut, in a call that torch would take."""
+    first = x.ndim - len(shape)
+    return (
+        bool(shape)
+        and tuple(x.shape[first:]) == shape
+        and all(t is None or tuple(t.shape) == shape for t in affine)
+        and x.dtype.is_floating_point
+        and x.numel() > 0
+        and bool(cut_axes(x._spec, range(first, x.ndim)))
+    )
+
+
+def _layer_norm_on_cut(x: ShardTensor, k: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Mean and variance are two small reductions over the shards; nothing else moves."""
+    dims = tuple(range(x.ndim - k, x.ndim))
+    dtype = result_dtype(lambda t: F.layer_norm(t, (1,)), x)
+    wide = x.to(wide_dtype(x.dtype))
+    centred = wide - wide.mean(dims, keepdim=True)
+    out = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return _affine(out, weight, bias).to(dtype)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        x = x * weight.to(x.dtype)
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 @rule(name="layer_norm")
@@ -175,7 +229,21 @@ def layer_norm(
     return _over_last(F.layer_norm, input, normalized_shape, [weight, bias], eps)
 
 
-@rule(F.rms_norm, torch.rms_norm)
+@handler(F.rms_norm, torch.rms_norm, name="rms_norm over a cut dim")
+def rms_norm_call(func: Any, input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """One small reduction over the shards where a normalized dim is cut."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if not isinstance(input, ShardTensor) or not _cuts_statistics(input, shape, weight):
+        return RULE_OF["rms_norm"](func, (), (input, normalized_shape, weight, eps), {})
+    dims = tuple(range(input.ndim - len(shape), input.ndim))
+    dtype = result_dtype(lambda t: F.rms_norm(t, (1,)), input)
+    wide = input.to(wide_dtype(input.dtype))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    out = wide * (wide.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return _affine(out, weight, None).to(dtype)
+
+
+@rule(name="rms_norm")
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Dims | None:
@@ -188,6 +256,7 @@ def _over_last(op: Any, input: Tensor, shape: Sequence[int], affine: list[Tensor
     k, n = len(shape), input.ndim
     if k == 0 or tuple(input.shape[n - k :]) != shape:
         return None
+    probe(op, input, shape, *affine, eps)
     labels: Labels = tuple(range(n))
     given = [t is not None for t in affine]
 
@@ -196,52 +265,3 @@ def _over_last(op: Any, input: Tensor, shape: Sequence[int], affine: list[Tensor
         return op(x, shape, *[next(it) if g else None for g in given], eps)
 
     return Dims([labels, *[labels[n - k :] for g in given if g]], [labels], local, whole=frozenset(labels[n - k :]))  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- ops along one dim
-def _along(names: Sequence[str], outputs: int = 1, default: int | None = None, same_length: bool = True) -> None:
-    """Register ops of the form `op(input, dim, ...)` that need `dim` whole and keep (or replace) it."""
-    for name in names:
-        _register_along(name, outputs, default, same_length)
-
-
-def _register_along(name: str, outputs: int, default: int | None, same_length: bool) -> None:
-    position = _DIM_POSITION.get(name, 1)
-
-    @rule(*spellings(name), name=name)
-    def plan(input: Tensor, *args: Any, **kwargs: Any) -> Dims | None:
-        if not isinstance(input, Tensor) or any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-            return None
-        dim = kwargs.get("dim", args[position - 1] if len(args) >= position else default)
-        if not isinstance(dim, int) or isinstance(dim, bool) or input.ndim == 0:
-            return None
-        d = normal_dim(dim, input.ndim)
-        labels: Labels = tuple(range(input.ndim))
-        out: Labels = labels if same_length else (*labels[:d], "new", *labels[d + 1 :])
-        reduced = name in _REDUCED_UNLESS_KEPT and not kwargs.get(
-            "keepdim", args[position] if len(args) > position else False
-        )
-        if reduced:
-            out = (*labels[:d], *labels[d + 1 :])
-        func = next(f for f in spellings(name) if f is not None)
-        return Dims([labels], [out] * outputs, lambda t: func(t, *args, **kwargs), whole=frozenset([d, "new"]))
-
-
-_DIM_POSITION = {"topk": 2, "kthvalue": 2, "diff": 2}
-_REDUCED_UNLESS_KEPT = frozenset(["median", "nanmedian", "mode", "kthvalue"])
-
-_along(["cumsum", "cumprod", "logcumsumexp"])
-_along(["cummax", "cummin"], outputs=2)
-_along(["sort", "msort_dim"], outputs=2, default=-1)
-_along(["argsort"], default=-1)
-_along(["topk"], outputs=2, default=-1, same_length=False)
-_along(["median", "nanmedian"], outputs=2, same_length=False)
-_along(["mode", "kthvalue"], outputs=2, default=-1, same_length=False)
-_along(["diff"], default=-1, same_length=False)
-_along(["glu"], default=-1, same_length=False)
-
-
-@handler(*spellings("msort"), name="msort")
-def msort(func: Any, input: Tensor, *, out: Any = None) -> Any:
-    """Sort along dim 0."""
-    return torch.sort(input, dim=0)[0] if out is None else gather_call(func, (), (input,), {"out": out})

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as _NoTorchFunction
 
-from dpzoo.shard.bridges import from_shard, to_shard
+from dpzoo.shard.bridges import fetch, from_shard, grad_spec, relayout, to_shard
 from dpzoo.shard.dispatch_door import spec_in
-from dpzoo.shard.partition import Sizes
+from dpzoo.shard.function_door import native
+from dpzoo.shard.partition import Interval, Sizes, own_intervals
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
 
@@ -48,6 +50,51 @@ def on_shards(
 def global_of(local: Tensor, like: ShardTensorSpec, cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensor:
     """The global tensor that these local tensors make up, on the mesh of `like`. Differentiable."""
     return from_shard(local, spec_in(local, like.layout, tuple(cuts), tuple(sizes)))
+
+
+def from_intervals(
+    x: ShardTensor,
+    dim: int,
+    sizes: tuple[int, ...],
+    want: Callable[[Interval], Sequence[Interval]],
+    finish: Callable[[Tensor], Tensor],
+) -> ShardTensor:
+    """A result cut along `dim` in `sizes`, of which each rank fetches what it is made of. Differentiable.
+
+    Args:
+        want: the input intervals of an output interval, in order.
+        finish: makes this rank's shard of the result from what arrived.
+    """
+    spec = whole_values(x._spec)
+    axis = spec.axis_of(dim)
+    assert axis is not None
+    wanted = tuple(tuple(i for i in want(o) if i[0] < i[1]) if o[0] < o[1] else () for o in own_intervals(sizes))
+    local = fetch(to_shard(x, spec), dim, spec.sizes[axis], wanted, spec.layout.groups[axis])
+    out_sizes = list(spec.sizes)
+    out_sizes[axis] = sizes
+    return global_of(finish(local), spec, spec.cuts, out_sizes)
+
+
+def native_part(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a view op that takes a part of a dim.
+
+    Its gradient formula makes a tensor of zeros and may not know how a cut dim was cut, so `x` restores its own layout.
+    """
+    out = native(func, (ShardTensor,), (x, *args), kwargs)
+    if isinstance(x, ShardTensor) and torch.is_grad_enabled():
+        part = out[0] if isinstance(out, (tuple, list)) and out else out
+        if part._spec.sizes != x._spec.sizes or func is torch.Tensor.diagonal:
+            _restore_gradient_layout(x)
+    return out
+
+
+def _restore_gradient_layout(x: ShardTensor) -> None:
+    spec = grad_spec(x._spec)
+    with _NoTorchFunction():
+        # The id tells a tensor with its hook from a deep copy, which has the attribute but no hook.
+        if x.requires_grad and x.__dict__.get("_restored_by_hook") != (id(x), spec):
+            x.register_hook(lambda g: relayout(g, spec) if isinstance(g, ShardTensor) else None)
+            x.__dict__["_restored_by_hook"] = (id(x), spec)
 
 
 def layout_without(spec: ShardTensorSpec, dims: Sequence[int], keepdim: bool) -> tuple[list[Cut], list[Sizes]]:

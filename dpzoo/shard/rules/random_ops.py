@@ -1,12 +1,20 @@
-"""Dropout and random fills on shards; see `dpzoo.shard.random` for where the numbers come from."""
+"""Dropout and random fills on shards; see `dpzoo.shard.random` for where the numbers come from.
+
+Ops that have no rule for their numbers run on gathered tensors with one seed on all ranks.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import init
+from torch.utils._pytree import tree_leaves
 
 from dpzoo.shard import random
 from dpzoo.shard.fallback import gather_call, refuse
@@ -16,83 +24,112 @@ from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 
 
-def _uniform_like(x: ShardTensor, shape: Any = None, dtype: torch.dtype | None = None) -> ShardTensor:
-    """Uniform numbers in the layout of `x`; `shape` may set dims to 1 (whole features dropped at once)."""
+# ---------------------------------------------------------------------- dropout
+def _kept(x: ShardTensor, p: float, features: bool) -> ShardTensor:
+    """Where `x` survives; with `features` one decision for all that follows the first two dims."""
     spec = whole_values(x._spec)
-    if shape is not None and tuple(shape) != tuple(spec.shape):
-        cut = [isinstance(c, int) and c >= 0 and shape[c] == 1 for c in spec.cuts]
+    if features and spec.ndim > 2:
+        shape = (*spec.shape[:2], *[1] * (spec.ndim - 2))
+        whole = [isinstance(c, int) and c >= 2 for c in spec.cuts]
         spec = spec.like(
-            cuts=[REPLICATED if g else c for g, c in zip(cut, spec.cuts, strict=True)],
-            sizes=[() if g else s for g, s in zip(cut, spec.sizes, strict=True)],
+            cuts=[REPLICATED if w else c for w, c in zip(whole, spec.cuts, strict=True)],
+            sizes=[() if w else s for w, s in zip(whole, spec.sizes, strict=True)],
             shape=shape,
         )
-    return wrap(random.uniform(spec, x.device), spec.of_dtype(torch.float64).like(shape=spec.shape))
+    spec = spec.of_dtype(torch.bool).like(shape=spec.shape)
+    return wrap(random.chance(spec, x.device, 1.0 - p), spec)
 
 
-def _drop(x: ShardTensor, p: float, training: bool, inplace: bool, shape: Any = None) -> Tensor:
+def _check_p(p: float) -> None:
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _drop(x: ShardTensor, p: float, training: bool, inplace: bool, features: bool = False) -> Tensor:
+    _check_p(p)
     if not training or p == 0.0:
         return x
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    mask = (_uniform_like(x, shape) >= p).to(x.dtype) * scale
+    mask = _kept(x, p, features).to(x.dtype) * scale
     return x.mul_(mask) if inplace else x * mask
 
 
-@handler(F.dropout, torch.dropout, name="dropout")
-def dropout(
-    func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> Any:
+@handler(F.dropout, name="dropout")
+def dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Drop elements: independent between shards, the same on replicas, the same for any number of ranks."""
-    return _drop(input, p, training if train is None else train, inplace)
+    return _drop(input, p, training, inplace)
 
 
-def _feature_dropout(func: Any, spatial: int | None) -> None:
+@handler(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, name="torch.dropout")
+def torch_dropout(func: Any, input: Any, p: float, train: bool) -> Any:
+    """The functions under `F.dropout` and `F.dropout2d`."""
+    return _drop(input, p, train, func.__name__.endswith("_"), func.__name__.startswith("feature"))
+
+
+def _feature_dropout(func: Any, unbatched: int | None) -> None:
+    """Dropout of whole channels; an input of `unbatched` dims has no batch dim."""
+
     @handler(func, name=func.__name__)
     def answer(called: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        lead = 2 if spatial is None or input.ndim > spatial + 1 else 1
-        return _drop(input, p, training, inplace, [*input.shape[:lead], *[1] * (input.ndim - lead)])
+        if input.ndim != unbatched:
+            return _drop(input, p, training, inplace, features=True)
+        return _drop(input.unsqueeze(0), p, training, inplace, features=True).squeeze(0)
 
 
-_feature_dropout(F.dropout1d, 1)
+_feature_dropout(F.dropout1d, 2)
 _feature_dropout(F.dropout2d, None)
-_feature_dropout(F.dropout3d, 3)
+_feature_dropout(F.dropout3d, 4)
+
+_ALPHA = 1.7580993408473766  # lambda * alpha of SELU (Klambauer et al. 2017, arXiv:1706.02515)
 
 
-@handler(
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    F.rrelu,
-    F.gumbel_softmax,
-    torch.multinomial,
-    torch.Tensor.multinomial,
-    torch.Tensor.exponential_,
-    torch.Tensor.cauchy_,
-    torch.Tensor.geometric_,
-    torch.Tensor.log_normal_,
-    torch.poisson,
-    torch.binomial,
-    name="random ops refused",
-)
-def refused(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Random ops whose values would differ between ranks."""
-    return refuse(func, (), args, kwargs)
+def _alpha_dropout(func: Any, features: bool) -> None:
+    @handler(func, name=func.__name__)
+    def answer(called: Any, input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
+        _check_p(p)
+        if not training or p == 0.0:
+            return input
+        a = 0.0 if p == 1.0 else 1.0 / math.sqrt((_ALPHA**2 * p + 1.0) * (1.0 - p))
+        kept = _kept(input, p, features).to(input.dtype)
+        scale, shift = kept * a, (kept - 1.0 + p) * (_ALPHA * a)
+        return input.mul_(scale).add_(shift) if inplace else input * scale + shift
 
 
+_alpha_dropout(F.alpha_dropout, False)
+_alpha_dropout(F.feature_alpha_dropout, True)
+
+
+@handler(*spellings("rrelu"), torch.rrelu_, name="rrelu")
+def rrelu(
+    func: Any, input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: Any = False
+) -> Any:
+    """Leaky ReLU with a random slope in training."""
+    x = input.detach()
+    slope = lower + torch.rand_like(x) * (upper - lower) if training else torch.full_like(x, (lower + upper) / 2)
+    slope = slope.masked_fill(x > 0, 1.0)
+    return input.mul_(slope) if inplace is True or func is torch.rrelu_ else input * slope
+
+
+# ---------------------------------------------------------------------- new tensors like another
 def _like(x: ShardTensor, dtype: torch.dtype | None) -> ShardTensorSpec:
     return whole_values(x._spec).of_dtype(dtype or x.dtype)
 
 
 def _made(x: ShardTensor, values: Tensor, dtype: torch.dtype | None, requires_grad: bool = False) -> ShardTensor:
-    spec = _like(x, dtype)
-    local = values.to(spec.dtype)
-    return wrap(local, spec.for_local(local), requires_grad)
+    local = values.to(dtype or x.dtype)
+    return wrap(local, _like(x, dtype).for_local(local), requires_grad)
 
 
 @handler(*spellings("rand_like"), name="rand_like")
 def rand_like(func: Any, input: Any, *, dtype: Any = None, requires_grad: bool = False, **_: Any) -> ShardTensor:
     """Uniform numbers in [0, 1)."""
-    return _made(input, random.uniform(_like(input, dtype), input.device), dtype, requires_grad)
+    spec = _like(input, dtype)
+    return _made(input, random.uniform(spec, input.device, _digits(spec.dtype)), dtype, requires_grad)
+
+
+def _digits(dtype: torch.dtype) -> int:
+    """Binary digits of numbers in [0, 1) of this dtype, as torch fills them."""
+    return {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 53)
 
 
 @handler(*spellings("randn_like"), name="randn_like")
@@ -106,56 +143,121 @@ def randint_like(
     func: Any, input: Any, *bounds: int, low: int = 0, high: int | None = None, dtype: Any = None, **_: Any
 ) -> ShardTensor:
     """Integers in [low, high)."""
-    if bounds:
-        low, high = (
-            (bounds[0], bounds[1]) if len(bounds) > 1 else ((low, bounds[0]) if high is None else (bounds[0], high))
-        )
-    assert high is not None
+    given = [*bounds, *([] if high is None else [high])]
+    low, high = (low, given[0]) if len(given) == 1 else (given[0], given[1])
+    if not low < high:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
     return _made(input, random.integers(_like(input, dtype), input.device, low, high), dtype)
 
 
 @handler(*spellings("bernoulli"), name="bernoulli")
-def bernoulli(func: Any, input: Any, p: float | None = None, *, generator: Any = None, out: Any = None) -> Any:
+def bernoulli(func: Any, input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
     """0 or 1 with the probability that the input gives (or `p` everywhere)."""
     if out is not None or generator is not None:
-        return refuse(func, (), (input,), {})
-    return (_uniform_like(input) < (input.detach() if p is None else p)).to(input.dtype)
+        return refuse(func, (), (input,), {"generator": generator, "out": out})
+    spec = whole_values(input._spec)
+    numbers = wrap(random.uniform(spec, input.device), spec.of_dtype(torch.float64).like(shape=spec.shape))
+    drawn = (numbers < (input.detach() if p is None else p)).to(input.dtype)
+    return drawn + input * 0 if input.requires_grad and p is None else drawn  # torch gives it a gradient of zeros
+
+
+# ---------------------------------------------------------------------- fills
+_UNIFORM_FILLS: dict[str, Callable[..., Any]] = {
+    "uniform_": lambda u, low=0.0, high=1.0: low + u * (high - low),
+    "exponential_": lambda u, lambd=1.0: -torch.log1p(-u) / lambd,
+    "cauchy_": lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5)),
+    "geometric_": lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp_(min=1.0),
+}
+_NORMAL_FILLS: dict[str, Callable[..., Any]] = {
+    "normal_": lambda z, mean=0.0, std=1.0: mean + z * std,
+    "log_normal_": lambda z, mean=1.0, std=2.0: (mean + z * std).exp(),
+}
 
 
 @handler(
-    torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.random_, name="random fills"
+    *(getattr(torch.Tensor, name) for name in (*_UNIFORM_FILLS, *_NORMAL_FILLS, "bernoulli_", "random_")),
+    name="random fills",
 )
 def fills(func: Any, self: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     """In-place random fills."""
-    if not isinstance(self, ShardTensor) or generator is not None:
-        return (
-            gather_call(func, (), (self, *args), kwargs)
-            if not isinstance(self, ShardTensor)
-            else refuse(func, (), (self,), kwargs)
-        )
-    return self.copy_(_filled(func.__name__, self, *args, **kwargs))
+    if generator is not None:
+        return refuse(func, (), (self,), {"generator": generator})
+    if not isinstance(self, ShardTensor):  # a plain target, filled with sharded probabilities
+        return gathered(func, self, *args, **kwargs)
+    func(torch.empty(0, dtype=self.dtype), *args, **kwargs)  # torch refuses what it refuses
+    named = {{"from": "low", "to": "high"}.get(k, k): v for k, v in kwargs.items()}
+    return self.copy_(_filled(func.__name__, self, args, named))
 
 
-def _filled(name: str, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+def _filled(name: str, x: ShardTensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
     spec = whole_values(x._spec)
-    if name == "uniform_":
-        low, high = (*args, *([0.0, 1.0][len(args) :]))[:2]
-        low, high = kwargs.get("from", low), kwargs.get("to", high)
-        return _made(x, low + random.uniform(spec, x.device) * (high - low), None)
-    if name == "normal_":
-        mean, std = (*args, *([0.0, 1.0][len(args) :]))[:2]
-        return _made(x, kwargs.get("mean", mean) + random.normal(spec, x.device) * kwargs.get("std", std), None)
+    if name in _UNIFORM_FILLS:
+        digits = _digits(x.dtype) if name == "uniform_" else 53
+        return _made(x, _UNIFORM_FILLS[name](random.uniform(spec, x.device, digits), *args, **kwargs), None)
+    if name in _NORMAL_FILLS:
+        return _made(x, _NORMAL_FILLS[name](random.normal(spec, x.device), *args, **kwargs), None)
     if name == "bernoulli_":
-        p = args[0] if args else kwargs.get("p", 0.5)
-        return (_uniform_like(x) < p).to(x.dtype)
-    limit = (
-        2**24
-        if x.dtype is torch.float32
-        else 2**53
-        if x.dtype is torch.float64
-        else torch.iinfo(x.dtype).max
-        if not x.dtype.is_floating_point
-        else 2**8
-    )
-    low, high = (0, args[0]) if len(args) == 1 else args[:2] if args else (0, limit)
-    return _made(x, random.integers(spec, x.device, low, high), None)
+        return bernoulli(torch.bernoulli, x.detach(), args[0] if args else kwargs.get("p", 0.5))
+    bounds = (0, args[0]) if len(args) == 1 else args or (kwargs.get("low", 0), kwargs.get("high"))
+    high = _random_limit(x.dtype) if bounds[1] is None else bounds[1]
+    return _made(x, random.integers(spec, x.device, bounds[0], high), None)
+
+
+def _random_limit(dtype: torch.dtype) -> int:
+    """`random_()` without bounds fills with the integers that the dtype represents exactly."""
+    if dtype is torch.bool:
+        return 2
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).max
+    return {torch.float64: 2**53, torch.float32: 2**24, torch.float16: 2**11}.get(dtype, 2**8) + 1
+
+
+def _init(name: str, fill: Callable[..., Any]) -> None:
+    func = getattr(init, name)
+
+    @handler(func, name=f"init.{name}")
+    @torch.no_grad()
+    def answer(called: Any, tensor: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+        return fill(tensor, *args, **({} if generator is None else {"generator": generator}), **kwargs)
+
+
+def _kaiming_uniform(x: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", **rest: Any) -> Any:
+    """He et al. 2015, arXiv:1502.01852."""
+    fan_in, fan_out = init._calculate_fan_in_and_fan_out(x)
+    if mode.lower() not in ("fan_in", "fan_out"):
+        raise ValueError(f"Mode {mode} not supported, please use one of ['fan_in', 'fan_out']")
+    fan = fan_in if mode.lower() == "fan_in" else fan_out
+    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
+    return x.uniform_(-bound, bound, **rest)
+
+
+_init("constant_", lambda x, val: x.fill_(val))
+_init("normal_", lambda x, mean=0.0, std=1.0, **rest: x.normal_(mean, std, **rest))
+_init("uniform_", lambda x, a=0.0, b=1.0, **rest: x.uniform_(a, b, **rest))
+_init("kaiming_uniform_", _kaiming_uniform)
+
+
+# ---------------------------------------------------------------------- the rest
+@handler(
+    *spellings("multinomial", "poisson", "binomial", "normal", "native_dropout"),
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d,
+    F.fractional_max_pool3d_with_indices,
+    name="random ops gathered",
+)  # fmt: skip
+def gathered(func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
+    """Random ops without a rule: whole tensors and one seed on every rank, so that all ranks draw the same numbers."""
+    if generator is not None:
+        return refuse(func, (), args, {"generator": generator})
+    out = kwargs.get("out")
+    if isinstance(out, Tensor) and func.__name__ == "multinomial" and out.dtype is not torch.int64:
+        raise RuntimeError(f"multinomial expects Long tensor out, got: {out.dtype}")
+    first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor))
+    key = random.next_key(first._spec)
+
+    @functools.wraps(func)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        with random.seeded(key, first.device):
+            return func(*args, **kwargs)
+
+    return gather_call(drawn, (), args, kwargs)

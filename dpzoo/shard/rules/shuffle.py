@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch, to_shard
 from dpzoo.shard.fallback import gather_call
-from dpzoo.shard.partition import Interval, own_intervals
+from dpzoo.shard.partition import Interval
 from dpzoo.shard.plan import Dims, Labels
 from dpzoo.shard.registry import handler, rule, spellings
-from dpzoo.shard.rules.parts import global_of, normal_dim, normal_dims, on_shards, whole_values
+from dpzoo.shard.rules.parts import from_intervals, normal_dim, normal_dims, on_shards, whole_values
 from dpzoo.shard.tensor import ShardTensor
-
-
-def _fetched(
-    x: ShardTensor,
-    dim: int,
-    sizes: tuple[int, ...],
-    want: Callable[[Interval], Sequence[Interval]],
-    finish: Callable[[Tensor], Tensor],
-) -> ShardTensor:
-    """The result is cut along `dim` in `sizes`; `want` gives the input intervals of an output interval."""
-    spec = whole_values(x._spec)
-    axis = spec.axis_of(dim)
-    assert axis is not None
-    wanted = tuple(tuple(i for i in want(o) if i[0] < i[1]) if o[0] < o[1] else () for o in own_intervals(sizes))
-    local = fetch(to_shard(x, spec), dim, spec.sizes[axis], wanted, spec.layout.groups[axis])
-    out_sizes = list(spec.sizes)
-    out_sizes[axis] = sizes
-    return global_of(finish(local), spec, spec.cuts, out_sizes)
 
 
 def _roll_one(x: ShardTensor, shift: int, dim: int) -> Any:
@@ -46,7 +27,7 @@ def _roll_one(x: ShardTensor, shift: int, dim: int) -> Any:
         lo, hi = o[0] - shift, o[1] - shift
         return [(lo + n, min(n, hi + n)), (max(0, lo), hi)] if lo < 0 else [(lo, hi)]
 
-    return _fetched(x, dim, x._spec.sizes[axis], want, lambda t: t)
+    return from_intervals(x, dim, x._spec.sizes[axis], want, lambda t: t)
 
 
 @handler(*spellings("roll"), name="roll")
@@ -89,7 +70,7 @@ def _flip_one(x: ShardTensor, dim: int) -> ShardTensor:
     n = x.shape[dim]
     axis = x._spec.axis_of(dim)
     assert axis is not None
-    return _fetched(x, dim, x._spec.sizes[axis], lambda o: [(n - o[1], n - o[0])], lambda t: t.flip(dim))
+    return from_intervals(x, dim, x._spec.sizes[axis], lambda o: [(n - o[1], n - o[0])], lambda t: t.flip(dim))
 
 
 @handler(*spellings("repeat", "tile"), name="repeat")
@@ -125,7 +106,7 @@ def _repeat_one(x: ShardTensor, dim: int, times: int) -> ShardTensor:
         copies = range(o[0] // n, (o[1] - 1) // n + 1)
         return [(max(o[0], k * n) - k * n, min(o[1], (k + 1) * n) - k * n) for k in copies]
 
-    return _fetched(x, dim, tuple(s * times for s in x._spec.sizes[axis]), want, lambda t: t)
+    return from_intervals(x, dim, tuple(s * times for s in x._spec.sizes[axis]), want, lambda t: t)
 
 
 @handler(*spellings("repeat_interleave"), name="repeat_interleave")
@@ -169,6 +150,10 @@ def _triangle_op(name: str) -> None:
         row, column = whole.offsets()[-2:]
         shifted = diagonal + row - column
         return on_shards(input, lambda t: getattr(torch, name)(t, shifted), whole.cuts, whole.sizes)
+
+    @handler(getattr(torch.Tensor, f"{name}_"), name=f"{name}_")
+    def inplace(func: Any, input: Any, diagonal: int = 0) -> Any:
+        return input.copy_(getattr(torch, name)(input, diagonal))
 
 
 _triangle_op("tril")

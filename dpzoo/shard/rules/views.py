@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard.dispatch_door import on, spec_in
+from dpzoo.shard.moved_view import alias_of, counted, moved_view
 from dpzoo.shard.partition import Sizes, align_sizes, cut_at, even_sizes, local_range, starts
-from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
+from dpzoo.shard.rules.parts import normal_dim
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, same_order
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.transfer import move
 
@@ -32,17 +34,31 @@ class ViewPlan:
     cuts: Sequence[Cut]
     sizes: Sequence[Sizes]
     spec: ShardTensorSpec | None = None
+    stride: tuple[int, ...] | None = None  # of the global view; this rank's shard alone may not tell (when it is empty)
 
     def run(self, x: ShardTensor) -> ShardTensor:
         """Apply to a tensor (no autograd)."""
-        local = x._local_tensor if x._spec is self.source else move(x._local_tensor, x._spec, self.source)
-        return self.finish(self.local(local), x._spec)
+        if x._spec is self.source:
+            return alias_of(x, self.finish(counted(self.local, x._local_tensor), x._spec))
+        out = self.finish(self._part(x), x._spec)
+        return moved_view(out, x, lambda: self._part(x), lambda part: self._home(x, part))
+
+    def _part(self, x: ShardTensor) -> Tensor:
+        return self.local(move(x._local_tensor, x._spec, self.source))
+
+    def _home(self, x: ShardTensor, part: Tensor) -> None:
+        whole = move(x._local_tensor, x._spec, self.source)
+        self.local(whole).copy_(part)
+        counted(x._local_tensor.copy_, move(whole, self.source, x._spec))
 
     def finish(self, out: Tensor, like: ShardTensorSpec) -> ShardTensor:
         """Wrap a local view."""
         spec = self.spec
         if spec is None or spec.dtype is not out.dtype:
-            spec = self.spec = spec_in(out, like.layout, tuple(self.cuts), tuple(self.sizes))
+            spec = spec_in(out, like.layout, tuple(self.cuts), tuple(self.sizes))
+            if self.stride is not None and same_order(self.stride, out):
+                spec = spec.like(stride=self.stride)
+            self.spec = spec
         return wrap(out, spec)
 
 
@@ -63,12 +79,28 @@ def view(*ops: Any) -> Callable[[Callable[..., ViewPlan]], Callable[..., ViewPla
 
 
 def _run_view(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    frozen = tuple(tuple(a) if isinstance(a, (list, torch.Size)) else a for a in args)
-    key = (op, x._spec, frozen, tuple(kwargs.items()) if kwargs else None)
-    plan = _PLANS.get(key)
+    try:
+        key = (op, x._spec, args, tuple(kwargs.items())) if kwargs else (op, x._spec, args)
+        plan = _PLANS.get(key)
+    except TypeError:  # lists
+        args = tuple(tuple(a) if isinstance(a, list) else a for a in args)
+        key = (op, x._spec, args, tuple(kwargs.items())) if kwargs else (op, x._spec, args)
+        plan = _PLANS.get(key)
     if plan is None:
-        plan = _plan_of(key, lambda: VIEWS[op](op, x._spec, *frozen, **kwargs))
+        plan = _plan_of(key, lambda: _planned(op, x._spec, args, kwargs))
     return plan.run(x)
+
+
+def _planned(op: Any, spec: ShardTensorSpec, args: Any, kwargs: dict[str, Any]) -> ViewPlan:
+    op(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), *args, **kwargs)  # raises what torch raises
+    plan = VIEWS[op](op, spec, *args, **kwargs)
+    if plan.source is spec:
+        try:
+            meta = op(torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), *args, **kwargs)
+        except RuntimeError:  # not a view of the global strides
+            return plan
+        plan.stride = meta.stride()
+    return plan
 
 
 def _plan_of(key: Any, make: Callable[[], ViewPlan]) -> ViewPlan:
@@ -109,13 +141,18 @@ def _same(op: Any, spec: ShardTensorSpec) -> ViewPlan:
 @view(aten.view_as_complex.default)
 def _as_complex(op: Any, spec: ShardTensorSpec) -> ViewPlan:
     source = without_cut(spec, spec.ndim - 1)
-    return ViewPlan(source, op, source.cuts, source.sizes)
+    return ViewPlan(source, lambda t: op(_tidy(t)), source.cuts, source.sizes)
+
+
+def _tidy(t: Tensor) -> Tensor:
+    """An empty shard may have any strides, where the op insists on those of the other ranks."""
+    return t if t.numel() else t.new_empty(t.shape)
 
 
 @view(aten.view.dtype)
 def _view_dtype(op: Any, spec: ShardTensorSpec, dtype: torch.dtype) -> ViewPlan:
     source = spec if dtype.itemsize == spec.dtype.itemsize else without_cut(spec, spec.ndim - 1)
-    return ViewPlan(source, lambda t: t.view(dtype), source.cuts, source.sizes)
+    return ViewPlan(source, lambda t: _tidy(t).view(dtype), source.cuts, source.sizes)
 
 
 # ---------------------------------------------------------------------- renumbered dims
@@ -136,6 +173,8 @@ def _transpose(op: Any, spec: ShardTensorSpec, a: int, b: int) -> ViewPlan:
 
 @view(aten.t.default)
 def _t(op: Any, spec: ShardTensorSpec) -> ViewPlan:
+    if spec.ndim > 2:
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {spec.ndim}D")
     return _permute(op, spec, list(range(spec.ndim))[::-1])
 
 
@@ -175,19 +214,25 @@ def _expand(op: Any, spec: ShardTensorSpec, size: Sequence[int], *, implicit: bo
     return ViewPlan(source, lambda t: t.expand(local), _renumber(source, lambda c: c + lead), source.sizes)
 
 
-@view(aten.diagonal.default)
-def _diagonal(op: Any, spec: ShardTensorSpec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ViewPlan:
-    a, b = dim1 % spec.ndim, dim2 % spec.ndim
-    source = without_cut(spec, a, b)
-    return ViewPlan(
-        source, lambda t: t.diagonal(offset, a, b), _renumber(source, lambda c: c - (c > a) - (c > b)), source.sizes
-    )
-
-
 @view(aten.unfold.default)
 def _unfold(op: Any, spec: ShardTensorSpec, dim: int, size: int, step: int) -> ViewPlan:
     source = without_cut(spec, dim % max(spec.ndim, 1))
     return ViewPlan(source, lambda t: t.unfold(dim, size, step), source.cuts, source.sizes)
+
+
+@on(aten.unfold_backward.default)
+def _unfold_backward(op: Any, g: ShardTensor, shape: Sequence[int], dim: int, size: int, step: int) -> ShardTensor:
+    dim %= max(len(shape), 1)
+    source = without_cut(_whole(g._spec), dim, len(shape))
+    out = source.like(shape=shape) if shape else source.like(shape=(), cuts=(REPLICATED,) * len(source.cuts))
+    local = op(move(g._local_tensor, g._spec, source), out.local_shape, dim, size, step)
+    return wrap(local, out.for_local(local))
+
+
+def _whole(spec: ShardTensorSpec) -> ShardTensorSpec:
+    return (
+        spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts)) if spec.is_partial else spec
+    )
 
 
 # ---------------------------------------------------------------------- parts of a dim
@@ -271,17 +316,22 @@ def _swap(shape: Sequence[int], dim: int, n: int) -> list[int]:
 @on(aten.select.int)
 def _select(op: Any, x: ShardTensor, dim: int, index: int) -> ShardTensor:
     spec = x._spec
-    dim %= spec.ndim
-    index %= spec.shape[dim]
+    dim = normal_dim(dim, spec.ndim)
+    n = spec.shape[dim] if spec.ndim else 0
+    if not -n <= index < n:
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(spec.shape)} at dimension {dim}"
+        )
+    index %= n
     axis = spec.axis_of(dim)
     if axis is None:
         return _run_view(_SELECT, x, dim, index)
     remember(spec, dim, ("select", index))
-    row = _run_view(aten.slice.Tensor, x, dim, index, index + 1)  # on one rank; the others learn it
-    return _run_view(aten.squeeze.dims, row, (dim,))
+    # The row is on one rank and the others learn it: a slice, whose dim of size 1 is then squeezed.
+    return _run_view(aten.squeeze.dims, _run_view(aten.slice.Tensor, x, dim, index, index + 1), (dim,))
 
 
-_SELECT = object()
+_SELECT = aten.select.int
 
 
 def _select_plan(op: Any, spec: ShardTensorSpec, dim: int, index: int) -> ViewPlan:
@@ -309,6 +359,56 @@ def _select_backward(op: Any, g: ShardTensor, shape: Sequence[int], dim: int, in
     return wrap(local, out)
 
 
+# ---------------------------------------------------------------------- diagonals
+def _diagonal_sizes(sizes: Sizes, lo: int, hi: int) -> Sizes:
+    """How many diagonal elements each shard of a cut dim has: those at places `lo` to `hi` of that dim."""
+    return cut_at(sizes, lo, max(lo, hi))
+
+
+@view(aten.diagonal.default)
+def _diagonal(op: Any, spec: ShardTensorSpec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ViewPlan:
+    """Where one of the two dims is cut, so is the diagonal: each shard holds the part that passes through it."""
+    a, b = dim1 % spec.ndim, dim2 % spec.ndim
+    source = without_cut(spec, b) if spec.axis_of(a) is not None else spec
+    cuts, sizes = list(_renumber(source, lambda c: c - (c > a) - (c > b))), list(source.sizes)
+    cut = a if source.axis_of(a) is not None else b
+    axis, local_offset = source.axis_of(cut), offset
+    if axis is not None:
+        start = source.local_start(axis)
+        local_offset += start if cut == a else -start
+        other, lead = (spec.shape[b], -offset) if cut == a else (spec.shape[a], offset)
+        sizes[axis] = _diagonal_sizes(source.sizes[axis], max(0, lead), min(spec.shape[cut], other + lead))
+        cuts[axis] = spec.ndim - 2
+        remember(source, cut, ("diagonal", offset, a, b, sizes[axis]))
+    return ViewPlan(source, lambda t: t.diagonal(local_offset, a, b), cuts, sizes)
+
+
+@on(aten.diagonal_backward.default)
+def _diagonal_backward(op: Any, g: ShardTensor, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> ShardTensor:
+    a, b = dim1 % len(shape), dim2 % len(shape)
+    spec = _whole(g._spec)
+    last, cut, known = g.ndim - 1, None, None
+    axis = spec.axis_of(last)
+    if axis is not None:
+        for dim in (a, b):
+            found = recall(spec.layout, axis, shape, dim, ("diagonal", offset, a, b, spec.sizes[axis]))
+            cut, known = (dim, found) if found is not None and known is None else (cut, known)
+        if known is None:
+            spec = without_cut(spec, last)
+    small, large = sorted((a, b))
+    cuts, sizes = list(_renumber(spec, lambda c: (c + (c >= small)) + (c + (c >= small) >= large))), list(spec.sizes)
+    local_offset = offset
+    if axis is not None and cut is not None and known is not None:
+        cuts[axis], sizes[axis] = cut, known
+        start = starts(known)[spec.layout.coords[axis]]
+        local_offset += start if cut == a else -start
+    out = spec.like(cuts=cuts, sizes=sizes, shape=shape)
+    local = g._local_tensor.new_zeros(out.local_shape)
+    local.diagonal(local_offset, a, b).copy_(move(g._local_tensor, g._spec, spec))
+    return wrap(local, out)
+
+
+# ---------------------------------------------------------------------- all parts of a dim
 @on(aten.split.Tensor)
 def _split(op: Any, x: ShardTensor, size: int, dim: int = 0) -> list[ShardTensor]:
     n = x.shape[dim]
@@ -318,19 +418,23 @@ def _split(op: Any, x: ShardTensor, size: int, dim: int = 0) -> list[ShardTensor
 @on(aten.split_with_sizes.default)
 def _split_sizes(op: Any, x: ShardTensor, sizes: Sequence[int], dim: int = 0) -> list[ShardTensor]:
     at = starts(tuple(sizes))
+    if at[-1] != x.shape[dim] or min(sizes, default=0) < 0:
+        raise RuntimeError(
+            f"split_with_sizes expects split_sizes to sum exactly to {x.shape[dim]} (input tensor's size at dimension "
+            f"{dim}), but got split_sizes={list(sizes)}"
+        )
     return [_run_view(aten.slice.Tensor, x, dim, lo, hi) for lo, hi in zip(at, at[1:], strict=False)]
 
 
 @on(aten.unbind.int)
 def _unbind(op: Any, x: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
-    dim %= x.ndim
+    dim = normal_dim(dim, x.ndim)
+    if x._spec.axis_of(dim) is not None:
+        source = without_cut(x._spec, dim)
+        x = ViewPlan(source, lambda t: t, source.cuts, source.sizes).run(x)
     spec = x._spec
-    if spec.axis_of(dim) is not None:
-        source = without_cut(spec, dim)
-        x = wrap(move(x._local_tensor, spec, source), source)
-        spec = source
     plan = _plan_of((op, spec, dim), lambda: _select_plan(op, spec, dim, 0))
-    return tuple(plan.finish(t, spec) for t in x._local_tensor.unbind(dim))
+    return tuple(alias_of(x, plan.finish(t, spec)) for t in counted(x._local_tensor.unbind, dim))
 
 
 # ---------------------------------------------------------------------- view / reshape
@@ -360,8 +464,13 @@ def _view_or_copy(t: Tensor, size: list[int]) -> Tensor:
 def resolve_size(shape: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
     """Fill in -1; raises as torch does when the sizes do not fit."""
     total, known = math.prod(shape), math.prod(n for n in size if n != -1)
+    if -1 in size and not known and not total:
+        raise RuntimeError(
+            f"cannot reshape tensor of 0 elements into shape {list(size)} because the unspecified dimension size -1 "
+            "can be any value and is ambiguous"
+        )
     out = tuple((total // known if known else 0) if n == -1 else int(n) for n in size)
-    if math.prod(out) != total or list(size).count(-1) > 1:
+    if math.prod(out) != total or list(size).count(-1) > 1 or min(out, default=0) < 0:
         raise RuntimeError(f"shape '{list(size)}' is invalid for input of size {total}")
     return out
 
@@ -391,6 +500,7 @@ def reshape_source(spec: ShardTensorSpec, size: Sequence[int]) -> ShardTensorSpe
         return spec.replicated() if tuple(size) != tuple(spec.shape) else spec
     cuts, sizes = list(spec.cuts), list(spec.sizes)
     groups = _groups(spec.shape, size)
+    kept = [i[0] for i, j in groups if len(i) == len(j) == 1]  # dims that stay as they are
     ones = [d for d in spec.cut_dims if spec.shape[d] == 1]
     for dim in ones:
         axis = spec.cut_dims[dim]
@@ -398,10 +508,11 @@ def reshape_source(spec: ShardTensorSpec, size: Sequence[int]) -> ShardTensorSpe
     for i, j in groups:
         for dim in [d for d in i if d in cuts]:
             axis = cuts.index(dim)
-            if dim != i[0]:  # rows of different outer indices would interleave: cut the outermost dim instead
-                target = i[0] if i[0] not in cuts else _spare_dim(spec, cuts, i)
+            ranks = spec.layout.shape[axis]
+            if dim != i[0]:  # rows of different outer indices would interleave
+                target = _other_cut(spec, cuts, i[0], kept, ranks)
                 cuts[axis] = REPLICATED if target is None else target
-                sizes[axis] = () if target is None else even_sizes(spec.shape[target], spec.layout.shape[axis])
+                sizes[axis] = () if target is None else even_sizes(spec.shape[target], ranks)
             if cuts[axis] == i[0]:
                 inner_in = math.prod(spec.shape[d] for d in i[1:])
                 inner_out = math.prod(size[d] for d in j[1:])
@@ -411,10 +522,14 @@ def reshape_source(spec: ShardTensorSpec, size: Sequence[int]) -> ShardTensorSpe
     return spec.like(cuts=cuts, sizes=sizes)
 
 
-def _spare_dim(spec: ShardTensorSpec, cuts: list[Cut], group: list[int]) -> int | None:
-    """Another dim to cut, outside of the reshaped group: the longest one that stays as it is."""
-    free = [(n, d) for d, n in enumerate(spec.shape) if d not in cuts and d not in group and n > 1]
-    return max(free)[1] if free else None
+def _other_cut(spec: ShardTensorSpec, cuts: list[Cut], first: int, kept: list[int], ranks: int) -> int | None:
+    """What to cut instead of an inner dim of a merged group: its first dim if every rank gets a row, or the longest of
+    the dims that are kept."""
+    free = [(spec.shape[d], d) for d in kept if d not in cuts]
+    length, spare = max(free, default=(0, None))
+    if first in cuts:
+        return spare
+    return spare if spec.shape[first] < min(ranks, length) else first
 
 
 def _reshaped_cuts(source: ShardTensorSpec, size: Sequence[int]) -> tuple[list[Cut], list[Sizes]]:

@@ -1,0 +1,460 @@
+"""Gradients of plain tensors: complete on every rank when backward() returns, whatever reads them and whenever."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dpzoo.shard import Replicate, Shard, ShardTensor, grad_sync, gradients, scatter_tensor
+from dpzoo.testing import distributed, domain_mesh, grid_mesh
+
+ROWS = 7
+
+
+def sample(*shape, seed=5):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mlp(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 4)).double()
+
+
+def cut(full, sizes=None, mesh=None, requires_grad=False, dim=0):
+    mesh = mesh or domain_mesh()
+    if sizes is None:
+        sizes = {1: (ROWS,), 2: (6, 1), 3: (2, 0, 5)}[mesh.size()]
+    return scatter_tensor(
+        full, mesh.mesh.flatten()[0].item(), mesh, [Shard(dim)], sizes={0: sizes}, requires_grad=requires_grad
+    )
+
+
+def grads(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        got = found[name]
+        assert (got is None) == (want is None), name
+        if want is not None:
+            assert type(got) in (torch.Tensor, nn.Parameter) and got.dtype is want.dtype and got.shape == want.shape
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def both(step, make=mlp, rounds=1):
+    """Run `step(model, x)` on the whole and on the shards, and compare the gradients of the model."""
+    results = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        model = make()
+        for _ in range(rounds):
+            step(model, x)
+        results.append(grads(model))
+    same(results[1], results[0])
+    assert any(g is not None and g.abs().sum() > 0 for g in results[0].values())
+
+
+def plain_loss(model, x):
+    (model(x) ** 2).sum().backward()
+
+
+# ---------------------------------------------------------------------- once, twice, in parts
+@pytest.mark.parametrize("mode", ["bucket", "eager"])
+@distributed(ranks=[1, 2, 3])
+def test_complete_when_backward_returns(mode):
+    with grad_sync(mode):
+        both(plain_loss)
+
+
+@distributed(ranks=3)
+def test_small_buckets_are_the_same():
+    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, 64
+    try:
+        both(plain_loss, rounds=2)
+    finally:
+        gradients.BUCKET_BYTES = before
+
+
+@distributed(ranks=2)
+def test_modes():
+    with pytest.raises(ValueError, match="'bucket' or 'eager', got 'late'"), grad_sync("late"):
+        pass
+
+
+@distributed(ranks=3)
+def test_accumulation_over_several_passes():
+    both(plain_loss, rounds=3)
+
+    def zeroed(model, x):
+        plain_loss(model, x)
+        model.zero_grad(set_to_none=False)
+        plain_loss(model, x)
+
+    both(zeroed, rounds=2)
+
+
+@distributed(ranks=2)
+def test_accumulation_adds_into_the_tensor_that_is_there():
+    model = mlp()
+    model.zero_grad(set_to_none=False)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    held = [p.grad for p in model.parameters()]
+    plain_loss(model, cut(sample(ROWS, 4)))
+    assert all(p.grad is h and h.abs().sum() > 0 for p, h in zip(model.parameters(), held, strict=True))
+
+
+@distributed(ranks=3)
+def test_two_losses():
+    def two(model, x):
+        y = model(x)
+        y.sum().backward(retain_graph=True)
+        (y**2).mean().backward()
+
+    def at_once(model, x):
+        y = model(x)
+        torch.autograd.backward([y.sum(), (y**2).mean()])
+
+    both(two)
+    both(at_once)
+
+
+@distributed(ranks=3)
+def test_a_weight_of_two_layers():
+    def shared():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        model[2].weight = model[0].weight
+        return model
+
+    def make():
+        torch.manual_seed(3)
+        return shared()
+
+    both(plain_loss, make, rounds=2)
+
+
+@distributed(ranks=3)
+def test_plain_and_sharded_uses_of_one_weight():
+    """A weight-decay term is whole on every rank and must not be summed; the rest must."""
+
+    def decayed(model, x):
+        loss = (model(x) ** 2).sum()
+        for p in model.parameters():
+            loss = loss + 0.1 * (p**2).sum()
+        loss.backward()
+
+    def apart(model, x):
+        ((model(x) ** 2).sum() + 0.5).backward()
+        sum((p**3).sum() for p in model.parameters()).backward()
+
+    both(decayed, rounds=2)
+    both(apart, rounds=2)
+
+
+@distributed(ranks=2)
+def test_frozen_and_unused_weights():
+    def make():
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        model[3].bias.requires_grad_(False)
+        model.unused = nn.Linear(2, 2).double()
+        return model
+
+    def step(model, x):
+        (model[:4](x) ** 2).sum().backward()
+
+    both(step, make)
+
+
+@distributed(ranks=3)
+def test_weights_that_are_computed():
+    def make():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 4)).double()
+
+    both(plain_loss, make)
+
+    def scaled(model, x):
+        y = nn.functional.linear(x, model[0].weight * 2, model[0].bias.exp())
+        (y * model[2].weight.sum()).sum().backward()
+
+    both(scaled)
+
+
+@distributed(ranks=2)
+def test_mixed_dtypes_and_memory_orders():
+    def make():
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 2)).double()
+        return model.to(memory_format=torch.channels_last)
+
+    results = []
+    for x in (sample(1, 3, ROWS, 4), cut(sample(1, 3, ROWS, 4), dim=2)):
+        model = make()
+        plain_loss(model, x)
+        results.append(grads(model))
+        assert model[0].weight.grad.stride() == model[0].weight.stride()
+    same(results[1], results[0])
+
+
+@distributed(ranks=3)
+def test_under_autocast_the_gradient_has_the_dtype_of_the_weight():
+    model, x = mlp().float(), cut(sample(ROWS, 4).float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x).float().pow(2).sum()
+    loss.backward()
+    twin = mlp().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (twin(sample(ROWS, 4).float()).float() ** 2).sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad.dtype is torch.float32
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.05, atol=0.05)
+
+
+# ---------------------------------------------------------------------- who reads them, and when
+@distributed(ranks=3)
+def test_hooks_on_weights_see_the_complete_gradient():
+    seen = [{}, {}]
+    for record, x in zip(seen, (sample(ROWS, 4), cut(sample(ROWS, 4))), strict=True):
+        model = mlp()
+        hooks = [
+            p.register_hook(lambda g, n=n, r=record: r.update({n: g.clone()})) for n, p in model.named_parameters()
+        ]
+        plain_loss(model, x)
+        assert record.keys() == dict(model.named_parameters()).keys()
+        same(grads(model), record)
+        for hook in hooks:
+            hook.remove()
+        plain_loss(model, x)  # without hooks it is summed later again
+        same(grads(model), {n: 2 * g for n, g in record.items()})
+    same(seen[1], seen[0])
+
+
+@distributed(ranks=3)
+def test_hooks_may_change_the_gradient():
+    def step(model, x):
+        model[0].weight.register_hook(lambda g: g.clamp(-1, 1))
+        model[3].weight.register_hook(lambda g: g * 2)
+        plain_loss(model, x)
+
+    both(step)
+
+
+@distributed(ranks=3)
+def test_an_optimizer_inside_backward():
+    """A post-accumulate hook that steps and clears: the trick that saves the memory of gradients."""
+    results = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        model, order = mlp(), []
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], lr=0.1)
+
+            def step(weight, optimizer=optimizer, order=order):
+                order.append(weight.grad.clone())
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            plain_loss(model, x)
+        assert len(order) == 12 and all(p.grad is None for p in model.parameters())
+        results.append({name: p.detach() for name, p in model.named_parameters()})
+    same(results[1], results[0])
+
+
+@distributed(ranks=3)
+def test_autograd_grad():
+    found = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        model = mlp()
+        loss = (model(x) ** 2).sum()
+        weights = dict(model.named_parameters())
+        found.append(dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)))
+        assert all(p.grad is None for p in model.parameters())
+        some = torch.autograd.grad((model(x) ** 2).sum(), [model[0].weight])
+        torch.testing.assert_close(some[0], found[-1]["0.weight"])
+    same(found[1], found[0])
+
+
+@distributed(ranks=3)
+def test_only_the_inputs_that_are_asked_for():
+    def step(model, x):
+        (model(x) ** 2).sum().backward(inputs=[model[0].weight, model[3].bias])
+
+    both(step, rounds=2)
+    x = cut(sample(ROWS, 4), requires_grad=True)
+    model = mlp()
+    (model(x) ** 2).sum().backward(inputs=[x])
+    assert all(p.grad is None for p in model.parameters()) and x.grad is not None
+
+
+@distributed(ranks=3)
+def test_plain_tensors_that_are_no_parameters():
+    found = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        scale = sample(4, seed=2).requires_grad_(True)
+        rows = sample(ROWS, 1, seed=3).requires_grad_(True)  # cut with x: each rank has its own part of the gradient
+        shift = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        ((x * scale + rows).tanh() - shift).pow(2).mean().backward()
+        found.append({"scale": scale.grad, "rows": rows.grad, "shift": shift.grad})
+    same(found[1], found[0])
+
+
+# ---------------------------------------------------------------------- trouble
+class Trouble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("in the middle of backward")
+
+
+@distributed(ranks=3)
+def test_a_pass_that_fails_leaves_the_next_one_clean():
+    def step(model, x):
+        y = model[3](Trouble.apply(model[:3](x)))
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            (y**2).sum().backward()
+        model.zero_grad()
+        plain_loss(model, x)
+
+    both(step)
+
+
+@distributed(ranks=2)
+def test_finished_passes_hold_nothing():
+    model, x = mlp(), cut(sample(ROWS, 4))
+    for _ in range(3):
+        plain_loss(model, x)
+    assert not gradients._tasks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@distributed(ranks=3)
+def test_checkpoint(reentrant):
+    def step(model, x):
+        x = x.detach().requires_grad_(True)
+        y = checkpoint(model[:3], x, use_reentrant=reentrant)
+        (checkpoint(model[3], y, use_reentrant=reentrant) ** 2).sum().backward()
+        assert x.grad is not None
+
+    both(step, rounds=2)
+
+
+@distributed(ranks=3)
+def test_backward_inside_backward():
+    """A hook that runs a backward pass of its own over the same weights."""
+
+    def step(model, x):
+        def nested(g):
+            with torch.enable_grad():
+                (model(x) ** 3).sum().backward()
+
+        y = model(x)
+        y.register_hook(nested)
+        (y**2).sum().backward()
+
+    both(step)
+
+
+# ---------------------------------------------------------------------- second order
+@distributed(ranks=3)
+def test_second_order_over_weights():
+    found = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        model = mlp()
+        weights = list(model.parameters())
+        first = torch.autograd.grad((model(x) ** 2).mean(), weights, create_graph=True)
+        sum((g**2).sum() for g in first).backward()
+        found.append(grads(model))
+    same(found[1], found[0])
+
+
+# ---------------------------------------------------------------------- data parallel over the other axis
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant", "static", "accumulate"])
+@distributed(ranks=4, timeout=60)
+def test_ddp_over_the_other_axis(how):
+    """The domain sums, DDP averages: together the gradient of the mean loss over the global batch."""
+    mesh = grid_mesh()
+    ddp_rank, domain = mesh.get_local_rank("ddp"), mesh["domain"]
+    batch = [sample(ROWS, 4, seed=s) for s in range(2)]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            if how in ("checkpoint", "reentrant"):
+                x = checkpoint(self.layers[:3], x, use_reentrant=how == "reentrant")
+                return self.layers[3](x)
+            return self.layers(x)
+
+    alone, net = Net(), Net()
+    rounds = 2
+    for _ in range(rounds):
+        sum((alone(b.clone().requires_grad_(True)) ** 2).sum() / 2 for b in batch).backward()
+    wrapped = DistributedDataParallel(net, process_group=mesh["ddp"].get_group(), static_graph=how == "static")
+    x = cut(batch[ddp_rank], mesh=domain, requires_grad=True)
+    for i in range(rounds):
+        if how == "accumulate" and i == 0:
+            with wrapped.no_sync():
+                (wrapped(x) ** 2).sum().backward()
+        else:
+            (wrapped(x) ** 2).sum().backward()
+    same(grads(net), grads(alone))
+
+
+@distributed(ranks=4, timeout=60)
+def test_a_grid_of_cuts():
+    mesh = grid_mesh()
+    full = sample(ROWS, 5, 4)
+    alone, model = mlp(), mlp()
+    for _ in range(2):
+        plain_loss(alone, full)
+        x = scatter_tensor(full, 0, mesh, [Shard(0), Shard(1)], sizes={0: (0, 7), 1: (4, 1)})
+        plain_loss(model, x)
+    same(grads(model), grads(alone))
+    model.zero_grad()
+    plain_loss(model, scatter_tensor(full, 0, mesh, [Shard(1), Replicate()]))
+    plain_loss(model, scatter_tensor(full, 0, mesh, [Replicate(), Replicate()]))
+    same(grads(model), grads(alone))
+
+
+@distributed(ranks=2)
+def test_deep_copies_have_gradients_of_their_own():
+    model = mlp()
+    plain_loss(model, cut(sample(ROWS, 4)))
+    twin = copy.deepcopy(model)
+    plain_loss(twin, cut(2 * sample(ROWS, 4)))
+    wanted = mlp()
+    plain_loss(wanted, sample(ROWS, 4))
+    same(grads(model), grads(wanted))
+    wanted = mlp()
+    plain_loss(wanted, 2 * sample(ROWS, 4))
+    same(grads(twin), grads(wanted))
+
+
+@distributed(ranks=2)
+def test_the_optimizer_sees_ordinary_tensors():
+    model, x = mlp(), cut(sample(ROWS, 4))
+    alone = mlp()
+    for net, data in ((model, x), (alone, sample(ROWS, 4))):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain_loss(net, data)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+    same(dict(model.named_parameters()), dict(alone.named_parameters()))
+    everyone = [None, None]
+    dist.all_gather_object(everyone, [p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*everyone, strict=True)), "the same bits on every rank"
+    assert not any(isinstance(p.grad, ShardTensor) for p in model.parameters())
