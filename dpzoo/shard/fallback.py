@@ -194,7 +194,7 @@ def _replicated_spec(t: Tensor, like: ShardTensor) -> ShardTensorSpec:
 
 def _rewrap(t: Tensor, sharded: list[ShardTensor]) -> Tensor:
     """Back into a ShardTensor, cut like an operand of the same shape where there is one (that costs nothing)."""
-    if isinstance(t, ShardTensor):
+    if isinstance(t, ShardTensor) or t.layout is not torch.strided:  # a sparse result stays plain, whole on every rank
         return t
     out = replicate(t, sharded[0])
     for s in sharded:

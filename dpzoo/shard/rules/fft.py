@@ -1,6 +1,6 @@
 """Fourier transforms: local along uncut dims; along a cut dim the cut moves to another dim and back (all-to-all).
 
-A transform over several dims is done dim by dim, the uncut ones first, so that there is always a dim to move the cut to.
+A transform over several dims is done dim by dim, the uncut ones first, so that the cut has a dim to move to.
 """
 
 from __future__ import annotations

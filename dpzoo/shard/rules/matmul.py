@@ -43,13 +43,17 @@ class _Linear(torch.autograd.Function):
         if need_x:
             gx = local @ w
             gx = wrap(gx, x._spec.for_local(gx))
-        flat = local if local.ndim == 2 else local.reshape(-1, local.shape[-1])
+        flat = _rows(local)
         if need_w:
-            rows = x_local if x_local.ndim == 2 else x_local.reshape(-1, x_local.shape[-1])
-            gw = gradients.weight_grad(ctx, 1, flat.t() @ rows, ctx.groups)
+            gw = gradients.weight_grad(ctx, 1, flat.t() @ _rows(x_local), ctx.groups)
         if need_b:
             gb = gradients.weight_grad(ctx, 2, flat.sum(0), ctx.groups)
         return gx, gw, gb, None, None
+
+
+def _rows(t: Tensor) -> Tensor:
+    """The vectors of the last dim as a matrix."""
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
 
 
 def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -17,11 +17,21 @@ from torch.nn import init
 from torch.utils._pytree import tree_leaves
 
 from dpzoo.shard import random
+from dpzoo.shard.diagnose import op_name, where
+from dpzoo.shard.errors import MissingShardPatch
 from dpzoo.shard.fallback import gather_call, refuse
 from dpzoo.shard.registry import handler, spellings
 from dpzoo.shard.rules.parts import whole_values
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
+
+
+def _no_generator(func: Any, generator: torch.Generator | None) -> None:
+    if generator is not None:
+        raise MissingShardPatch(
+            f"{op_name(func)}{where()}: a generator= may be in another state on every rank, so that replicas would "
+            "differ; leave it out and call dpzoo.shard.manual_seed(seed), which does not depend on the number of ranks"
+        )
 
 
 # ---------------------------------------------------------------------- dropout
@@ -153,8 +163,9 @@ def randint_like(
 @handler(*spellings("bernoulli"), name="bernoulli")
 def bernoulli(func: Any, input: Any, p: Any = None, *, generator: Any = None, out: Any = None) -> Any:
     """0 or 1 with the probability that the input gives (or `p` everywhere)."""
-    if out is not None or generator is not None:
-        return refuse(func, (), (input,), {"generator": generator, "out": out})
+    _no_generator(func, generator)
+    if out is not None:
+        return refuse(func, (), (input,), {"out": out})
     spec = whole_values(input._spec)
     numbers = wrap(random.uniform(spec, input.device), spec.of_dtype(torch.float64).like(shape=spec.shape))
     drawn = (numbers < (input.detach() if p is None else p)).to(input.dtype)
@@ -180,8 +191,7 @@ _NORMAL_FILLS: dict[str, Callable[..., Any]] = {
 )
 def fills(func: Any, self: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     """In-place random fills."""
-    if generator is not None:
-        return refuse(func, (), (self,), {"generator": generator})
+    _no_generator(func, generator)
     if not isinstance(self, ShardTensor):  # a plain target, filled with sharded probabilities
         return gathered(func, self, *args, **kwargs)
     func(torch.empty(0, dtype=self.dtype), *args, **kwargs)  # torch refuses what it refuses
@@ -247,8 +257,7 @@ _init("kaiming_uniform_", _kaiming_uniform)
 )  # fmt: skip
 def gathered(func: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
     """Random ops without a rule: whole tensors and one seed on every rank, so that all ranks draw the same numbers."""
-    if generator is not None:
-        return refuse(func, (), args, {"generator": generator})
+    _no_generator(func, generator)
     out = kwargs.get("out")
     if isinstance(out, Tensor) and func.__name__ == "multinomial" and out.dtype is not torch.int64:
         raise RuntimeError(f"multinomial expects Long tensor out, got: {out.dtype}")

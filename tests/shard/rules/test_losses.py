@@ -43,8 +43,18 @@ def _all(loss, **options):
 
 
 def _elementwise(loss, *, fill=None, **options) -> OpCase:
-    return OpCase(loss.__name__, fn=_all(loss, **options), shape=SHAPES, shard=1, fill=fill, mesh2d=(0, 1),
-                  layouts=("even", "misaligned", "empty"), covers=(loss.__name__, f"{loss.__name__} per element"))  # fmt: skip
+    return OpCase(
+        loss.__name__,
+        fn=_all(loss, **options),
+        shape=SHAPES,
+        shard=1,
+        fill=fill,
+        mesh2d=(0, 1),
+        layouts=("even", "misaligned", "empty"),
+        ranks=(1, 2, 3),
+        subgroups=loss is F.mse_loss,
+        covers=(loss.__name__, f"{loss.__name__} per element"),
+    )
 
 
 CASES = [

@@ -61,6 +61,7 @@ CASES = [
         plain=[(6, 4)],
         **FEW,
     ),
+    OpCase("linear without channels", fn=F.linear, shape=(2, 9, 0), shard=1, plain=[(5, 0), (5,)], **FEW),
     OpCase("linear of size 0", fn=F.linear, shape=(0, 9, 6), shard=1, plain=[(5, 6), (5,)], **FEW),
     OpCase("linear complex", fn=F.linear, shape=(9, 6), shard=1, plain=[(5, 6), (5,)], fill=_complex, **FEW),
     # ------------------------------------------------------------------ matmul
