@@ -22,7 +22,7 @@ from dpzoo.shard.execute import same_mesh
 from dpzoo.shard.op_names import LOCAL_GRADIENT, NATIVE_NAMES, NOT_POINTWISE, POINTWISE_NAMES, REFUSED
 from dpzoo.shard.partition import Sizes
 from dpzoo.shard.plan import Dims
-from dpzoo.shard.registry import check_promotion, run_rule
+from dpzoo.shard.registry import run_rule
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
 
@@ -216,7 +216,6 @@ def _to_layout_of(a: Any, target: ShardTensor, func: Any) -> Any:
     if isinstance(a, ShardTensor):
         same_mesh(func, (target, a))
         return relayout(a, a._spec.like(cuts=cuts, sizes=sizes))
-    check_promotion(a, func)
     goal = ShardTensorSpec.make(target._spec.layout, cuts, sizes, a.shape, a.dtype)
     local = plain_to_shard(a, goal, ())  # a global value like any other: its gradient arrives whole, not as summands
     return from_shard(local, goal.for_local(local))

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from dpzoo.shard.errors import PromotionWarning, ShardError
 from dpzoo.shard.execute import CompiledPlan, compile_plan
 from dpzoo.shard.plan import Dims
-from dpzoo.shard.tensor import FUNCTIONS, ShardTensor, TensorPromotionMode
+from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
 
 RULE_OF: dict[str, Callable[..., Any]] = {}  # rule name -> its answer, for handlers that end in a planned rule
 RULES: dict[str, tuple[Any, ...]] = {}  # rule name -> the functions it answers: the index of what is covered
@@ -114,9 +113,6 @@ def run_rule(
         return run_rule(plan_rule, signature, func, types, *adopt_dtensors((args, kwargs)))
     except TypeError:  # an argument that cannot be hashed
         key, plan = None, None
-    if ShardTensor._promotion_mode is not TensorPromotionMode.SILENT:
-        for t in tensors:
-            check_promotion(t, func)
     if plan is None:
         plan = _make_plan(plan_rule, signature, func, args, kwargs, tensors)
         if plan is None:
@@ -186,18 +182,3 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
         elif isinstance(v, (tuple, list)):
             out.extend(_tensors_in(v))
     return out
-
-
-def check_promotion(t: Tensor, func: Any) -> None:
-    """Apply the promotion mode to a plain operand."""
-    mode = ShardTensor._promotion_mode
-    if mode is TensorPromotionMode.SILENT or isinstance(t, (ShardTensor, torch.nn.Parameter)) or t.ndim == 0:
-        return
-    from dpzoo.shard.diagnose import op_name, where
-
-    text = f"{op_name(func)}{where()}: a plain {t.dtype} tensor of shape {tuple(t.shape)} meets a ShardTensor"
-    if mode is TensorPromotionMode.DISABLED:
-        raise ShardError(f"{text}, and promotion is disabled: make it a ShardTensor (Replicate or Shard) first")
-    import warnings
-
-    warnings.warn(f"{text} and is taken as the same on every rank", PromotionWarning, stacklevel=2)

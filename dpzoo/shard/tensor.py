@@ -69,7 +69,12 @@ class ShardTensor(torch.Tensor):
             with _NoTorchFunction():
                 return func(*args, **(kwargs or {}))
         try:
-            return (FUNCTIONS.get(func) or resolve(func))(func, types, args, kwargs or {})
+            answer = FUNCTIONS.get(func) or resolve(func)
+            if ShardTensor._promotion_mode is not TensorPromotionMode.SILENT:
+                from dpzoo.shard.promotion import checked_call
+
+                return checked_call(answer, func, types, args, kwargs or {})
+            return answer(func, types, args, kwargs or {})
         except TypeError as error:
             # From `x + y`, torch would turn it into "unsupported operand type(s)": the cause would be lost.
             if len(args) == 2 and not kwargs and all(isinstance(a, Tensor) for a in args):

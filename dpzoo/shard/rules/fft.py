@@ -91,5 +91,3 @@ def fftshift(func: Any, input: Any, dim: Any = None) -> Any:
     sign = 1 if func is torch.fft.fftshift else -1
     half = [input.shape[d] // 2 if sign == 1 else -(input.shape[d] // 2) for d in dims]
     return torch.roll(input, tuple(half), tuple(dims)) if len(half) else input
-
-

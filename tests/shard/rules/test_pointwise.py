@@ -289,7 +289,14 @@ def test_promotion_modes():
     x, weight = _cut(full), torch.nn.Parameter(full[0].clone())
     assert ShardTensor.get_promotion_mode() is TensorPromotionMode.SILENT
     (x * full).sum()  # a call whose plan is known is no exception
-    calls = (lambda: x * full, lambda: full * x, lambda: x.clone().add_(full), lambda: torch.where(x > 0, x, full))
+    calls = (
+        lambda: x * full,
+        lambda: full * x,
+        lambda: x.clone().add_(full),
+        lambda: torch.where(x > 0, x, full),
+        lambda: torch.cat([x, full]),
+        lambda: torch.stack([full, x]),
+    )
     with ShardTensor.promotion_mode(TensorPromotionMode.DISABLED):
         for call in calls:
             expect_error(call, ShardError, "promotion is disabled")
