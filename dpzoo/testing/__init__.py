@@ -12,6 +12,7 @@ Use it for your own modules:
 from dpzoo.testing.assembling import ParityError as ParityError
 from dpzoo.testing.decorator import distributed as distributed
 from dpzoo.testing.expecting import expect_error as expect_error
+from dpzoo.testing.expecting import expect_same_error as expect_same_error
 from dpzoo.testing.layouts import LAYOUTS as LAYOUTS
 from dpzoo.testing.layouts import layout_sizes as layout_sizes
 from dpzoo.testing.meshes import column_mesh as column_mesh

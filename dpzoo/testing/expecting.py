@@ -1,4 +1,4 @@
-"""`expect_error`: an impossible request must raise on every rank, and leave the group able to work."""
+"""An impossible request must raise on every rank, and leave the group able to work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dpzoo.shard import scatter
 from dpzoo.testing.agreement import Absent, exchange
+from dpzoo.testing.meshes import domain_mesh
 from dpzoo.testing.torchrun import device_type
 
 
@@ -55,6 +58,33 @@ def expect_error(
         raise AssertionError(f"expect_error: every rank should raise {expected}; found\n{found}")
     _check_alive(mesh)
     return outcome[1]
+
+
+def expect_same_error(
+    fn: Callable[[Tensor], Any], full: Tensor, dim: int, mesh: DeviceMesh | None = None, requires_grad: bool = False
+) -> str:
+    """Check that `fn` of a tensor cut along `dim` raises, on every rank, the class that plain torch raises for `full`.
+
+    Args:
+        full: the whole tensor, the same on every rank of `mesh` (a 1-D mesh; all ranks of the task by default).
+        requires_grad: whether the sharded tensor needs a gradient.
+
+    Returns:
+        The message on this rank.
+
+    Raises:
+        AssertionError: plain torch accepts the call, or some rank did something else than raise that class.
+    """
+    __tracebackhide__ = True
+    try:
+        fn(full)
+    except Exception as error:
+        expected = type(error)
+    else:
+        raise AssertionError("expect_same_error: plain torch accepts this call, there is no error to compare with")
+    mesh = domain_mesh() if mesh is None else mesh
+    sharded = scatter(full, mesh, dim, requires_grad=requires_grad)
+    return expect_error(lambda: fn(sharded), expected, mesh=mesh)
 
 
 def _outcome_of(
