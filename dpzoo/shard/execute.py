@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,10 +74,11 @@ class _Exit:
 class CompiledPlan:
     """A planned call: cached on the layouts and static arguments of its operands."""
 
-    __slots__ = ("entries", "exits", "gathered", "local")
+    __slots__ = ("check", "entries", "exits", "gathered", "local")
 
-    def __init__(self, local: Callable[..., Any], entries: list[_Entry], exits: list[_Exit], gathered: int) -> None:
-        self.local, self.entries, self.exits, self.gathered = local, entries, exits, gathered
+    def __init__(self, dims: Dims, entries: list[_Entry], exits: list[_Exit], gathered: int) -> None:
+        self.local, self.check = dims.local, dims.check
+        self.entries, self.exits, self.gathered = entries, exits, gathered
 
     def run(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
         """Execute; `func`, `args` and `kwargs` only serve the report of a gather."""
@@ -85,6 +86,8 @@ class CompiledPlan:
             from dpzoo.shard.fallback import note_gather
 
             note_gather(func, args, kwargs, self.gathered)
+        if self.check is not None:
+            self.check(*[tensors[e.index] for e in self.entries])
         grad = torch.is_grad_enabled()
         out = self.local(*[e.fetch(tensors[e.index], grad) for e in self.entries])
         if isinstance(out, Tensor):
@@ -115,9 +118,7 @@ def compile_plan(func: Any, dims: Dims, tensors: Sequence[Tensor], order: Sequen
         for op, labels in zip(operands, dims.operands, strict=True)
         if any(c.gathers and op.is_cut(a) for a, c in enumerate(choices))
     )
-    return CompiledPlan(
-        dims.local, entries, [_exit(layout, labels, dims, choices) for labels in dims.outputs], gathered
-    )
+    return CompiledPlan(dims, entries, [_exit(layout, labels, dims, choices) for labels in dims.outputs], gathered)
 
 
 def _exit(layout: Any, labels: Any, dims: Dims, choices: Any) -> _Exit:

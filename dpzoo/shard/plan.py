@@ -33,6 +33,8 @@ class Dims:
         whole: labels that each rank must see whole.
         sums: labels that are contracted by a sum; cut, they leave partial sums, which are added at once.
         pin: index of an operand whose layout must not change (the target of an in-place op).
+        check: looks at the operands of every call before anything is sent, and raises what torch would raise: for
+            values that every rank holds whole, of which the local op would show each rank only a part.
     """
 
     operands: Sequence[Labels]
@@ -41,6 +43,7 @@ class Dims:
     whole: frozenset[Label] = frozenset()
     sums: frozenset[Label] = frozenset()
     pin: int | None = None
+    check: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)

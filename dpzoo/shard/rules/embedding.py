@@ -10,12 +10,17 @@ from torch import Tensor
 
 from dpzoo.shard.plan import Dims, probe
 from dpzoo.shard.registry import rule
+from dpzoo.shard.rules.parts import check_index
 
 
-def _lookup(indices: Tensor, local: Any, table_first: bool) -> Dims:
+def _lookup(indices: Tensor, rows: int, local: Any, table_first: bool) -> Dims:
+    def check(*operands: Tensor) -> None:
+        index = operands[1 if table_first else 0]
+        check_index(index, 0, rows, lambda i: torch.embedding(torch.zeros(rows, 1), i))
+
     labels = tuple(range(indices.ndim))
     operands = [("row", "e"), labels] if table_first else [labels, ("row", "e")]
-    return Dims(operands, [(*labels, "e")], local, whole=frozenset(["row"]))
+    return Dims(operands, [(*labels, "e")], local, whole=frozenset(["row"]), check=check)
 
 
 @rule(F.embedding)
@@ -39,7 +44,7 @@ def embedding(
             return w[:0].reshape(*i.shape, w.shape[1])
         return F.embedding(i, w, padding_idx)
 
-    return _lookup(input, local, table_first=False)
+    return _lookup(input, weight.shape[0], local, table_first=False)
 
 
 @rule(torch.embedding)
@@ -50,7 +55,7 @@ def torch_embedding(
     if scale_grad_by_freq or sparse or weight.ndim != 2:
         return None
     probe(torch.embedding, weight, input)
-    return _lookup(input, lambda w, i: torch.embedding(w, i, padding_idx), table_first=True)
+    return _lookup(input, weight.shape[0], lambda w, i: torch.embedding(w, i, padding_idx), table_first=True)
 
 
 @rule(F.one_hot, torch._C._nn.one_hot)

@@ -59,6 +59,8 @@ def _several_dims(name: str, base: str, default: Sequence[int] | None) -> None:
     def answer(
         called: Any, input: Any, s: Any = None, dim: Any = default, norm: str | None = None, *, out: Any = None
     ) -> Any:
+        dim = (dim,) if isinstance(dim, int) else dim
+        s = (s,) if isinstance(s, int) else s
         if not isinstance(input, ShardTensor) or out is not None or (dim is not None and len(dim) == 0):
             return gather_call(func, (), (input, s, dim, norm), {} if out is None else {"out": out})
         if dim is None:

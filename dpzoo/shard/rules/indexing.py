@@ -14,7 +14,7 @@ from dpzoo.shard.function_door import broadcast_labels, native
 from dpzoo.shard.moved_view import copied_view
 from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
-from dpzoo.shard.rules.parts import native_part, normal_dim
+from dpzoo.shard.rules.parts import check_index, native_part, normal_dim
 from dpzoo.shard.tensor import ShardTensor
 
 aten = torch.ops.aten
@@ -77,11 +77,17 @@ def _take(input: Tensor, dim: int, *indices: Tensor) -> Dims | None:
     index_labels, out_index = broadcast_labels([tuple(i.shape) for i in indices])
     named = [tuple(None if k is None else f"i{k}" for k in names) for names in index_labels]
     slices = (slice(None),) * dim
+
+    def check(x: Tensor, *found: Tensor) -> None:
+        for d, i in zip(taken, found, strict=True):
+            check_index(i, -x.shape[d], x.shape[d], torch.zeros(x.shape[d]).__getitem__)
+
     return Dims(
         [labels, *named],
         [(*labels[:dim], *(f"i{k}" for k in out_index), *labels[taken.stop :])],
         lambda x, *i: x[(*slices, *i)],
         whole=frozenset(taken),
+        check=check,
     )
 
 
@@ -96,7 +102,14 @@ def index_select(input: Tensor, dim: int, index: Tensor) -> Dims | None:
     names = ("i",) * index.ndim
     out = (*labels[:d], "i", *labels[d + 1 :])
     whole: frozenset[Any] = frozenset([d]) if index.ndim else frozenset([d, "i"])
-    return Dims([labels, names], [out], lambda x, i: torch.index_select(x, d, i), whole=whole)
+    n, stand_in = input.shape[d], torch.zeros([s if k == d else 1 for k, s in enumerate(input.shape)])
+    return Dims(
+        [labels, names],
+        [out],
+        lambda x, i: torch.index_select(x, d, i),
+        whole=whole,
+        check=lambda x, i: check_index(i, 0, n, lambda i: torch.index_select(stand_in, d, i)),
+    )
 
 
 @rule(*spellings("gather"))
@@ -110,7 +123,14 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     x = tuple(i if s else f"x{i}" for i, s in enumerate(same))
     y = tuple(i if s else f"y{i}" for i, s in enumerate(same))
     whole = frozenset(label for label in (*x, *y) if isinstance(label, str) and label != f"y{d}")
-    return Dims([x, y], [y], lambda t, i: torch.gather(t, d, i), whole=whole)
+    n = input.shape[d]
+    return Dims(
+        [x, y],
+        [y],
+        lambda t, i: torch.gather(t, d, i),
+        whole=whole,
+        check=lambda t, i: check_index(i, 0, n, lambda i: torch.gather(torch.zeros(n), 0, i.flatten())),
+    )
 
 
 @handler(*spellings("take_along_dim"), name="take_along_dim")

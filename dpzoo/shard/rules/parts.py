@@ -15,6 +15,7 @@ from dpzoo.shard.function_door import native
 from dpzoo.shard.partition import Interval, Sizes, own_intervals
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tracing import is_tracing
 
 
 def normal_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -140,3 +141,16 @@ def highest(dtype: torch.dtype) -> Any:
     if dtype is torch.bool:
         return True
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def check_index(index: Tensor, lowest_valid: int, n: int, look_up: Callable[[Tensor], Any]) -> None:
+    """A plain index is whole on every rank: let each of them find a value out of range, not only the one that uses it.
+
+    Args:
+        look_up: the op on a stand-in of length `n`; it raises torch's own error. CUDA checks on the device.
+    """
+    if isinstance(index, ShardTensor) or index.device.type != "cpu" or not index.numel() or is_tracing():
+        return
+    low, high = index.aminmax()
+    if low < lowest_valid or high >= n:
+        look_up(index)

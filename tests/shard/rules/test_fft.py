@@ -34,6 +34,7 @@ CASES = [
     _case("last dim cut", lambda x: torch.fft.rfft2(x), "fft.rfft2", shard=3),
     _case("fftn", lambda x: torch.fft.fftn(x), "fft.fftn"),
     _case("ifftn over chosen dims", lambda x: torch.fft.ifftn(x, dim=(1, 2)), "fft.ifftn"),
+    _case("fftn over one dim, given as a number", lambda x: torch.fft.fftn(x, s=5, dim=2), "fft.fftn"),
     _case("rfftn with sizes", lambda x: torch.fft.rfftn(x, s=(4, 8), dim=(1, 2)), "fft.rfftn"),
     _case("irfftn", lambda x: torch.fft.irfftn(torch.complex(x, x.cos()), s=(9, 12)), "fft.irfftn"),
     _case("fftshift", lambda x: torch.fft.fftshift(x, dim=(2, 3)), "fft.fftshift"),
