@@ -15,6 +15,7 @@ from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.function_door import broadcast_labels
 from dpzoo.shard.plan import Dims, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
+from dpzoo.shard.rules.parts import check_index
 from dpzoo.shard.tensor import ShardTensor
 
 
@@ -172,7 +173,14 @@ def _class_rule(op: Callable[..., Any], name: str) -> None:
             return op(x, t, w, ignore_index=ignore_index, reduction="none", **options)
 
         operands = [labels, labels if by_class else per_sample, *([("class",)] if weight is not None else [])]
-        return Dims(operands, [per_sample], local, whole=frozenset(["class"]))
+        classes = input.shape[c]
+
+        def check(x: Tensor, t: Tensor, *rest: Tensor) -> None:
+            if not by_class and not isinstance(t, ShardTensor):
+                known = t[t != ignore_index]
+                check_index(known, 0, classes, lambda i: F.nll_loss(torch.zeros(i.numel(), classes), i))
+
+        return Dims(operands, [per_sample], local, whole=frozenset(["class"]), check=check)
 
 
 _class_rule(F.cross_entropy, "cross_entropy per sample")

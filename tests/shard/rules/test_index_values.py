@@ -21,6 +21,8 @@ BAD: dict[str, Callable[[Tensor], Tensor]] = {
     "gather, negative": lambda x: x.gather(1, _last_row_bad(x, -1)),
     "index_select": lambda x: torch.index_select(x, 1, torch.tensor([0, x.shape[1]])),
     "index tensor": lambda x: x[:, torch.tensor([0, -x.shape[1] - 1])],
+    "class of a sample": lambda x: F.cross_entropy(x, torch.tensor([*[0, -100] * 3, x.shape[1]])),
+    "class of a sample, log likelihood": lambda x: F.nll_loss(x, torch.tensor([*[0] * 6, -1])),
     "embedding of a cut table": lambda x: F.embedding(torch.tensor([0, x.shape[1]]), x.t()),
 }
 
