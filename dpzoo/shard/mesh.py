@@ -1,11 +1,14 @@
 """The mesh as the core sees it: names and integers, so that a spec can be hashed, copied and pickled.
 
-A `MeshLayout` is interned: the same device mesh gives the same object. It holds no ProcessGroup; groups are found by
-name.
+A `MeshLayout` is interned: the same device mesh gives the same object. It keeps no ProcessGroup alive, also not through
+a DeviceMesh: caches would hold the groups beyond `destroy_process_group`, and their threads would still run when the
+process ends (it then aborts now and then). Groups are found by name; the mesh is made anew from them if it is gone.
 """
 
+import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,9 +20,9 @@ _POOL: dict[tuple[Any, ...], "MeshLayout"] = {}
 class MeshLayout:
     """Shape, group names and this rank's coordinates of one `DeviceMesh`."""
 
-    __slots__ = ("__weakref__", "axes", "coords", "device_mesh", "device_type", "groups", "names", "ranks", "shape")
+    __slots__ = ("__weakref__", "_mesh", "axes", "coords", "device_type", "groups", "names", "ranks", "shape")
 
-    device_mesh: DeviceMesh
+    _mesh: weakref.ref[DeviceMesh]
     device_type: str
     shape: tuple[int, ...]
     axes: range
@@ -45,13 +48,28 @@ class MeshLayout:
         found = _POOL.get(key)
         if found is None:
             found = MeshLayout.__new__(MeshLayout)
-            found.device_mesh, found.device_type, found.names = mesh, mesh.device_type, names
+            found.device_type, found.names = mesh.device_type, names
             found.shape, found.axes, found.ranks = tuple(mesh.shape), range(mesh.ndim), ranks
             found.groups, found.coords = groups, tuple(coords)
             if len(_POOL) >= 1024:
                 _POOL.clear()
             _POOL[key] = found
+            found._mesh = weakref.ref(mesh)
+        elif found._mesh() is None:
+            found._mesh = weakref.ref(mesh)
         return found
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The user's mesh while it lives, else an equal one over the same groups."""
+        mesh = self._mesh()
+        if mesh is None:
+            groups = [dist.distributed_c10d._resolve_process_group(name) for name in self.groups]  # type: ignore[arg-type]
+            ranks = torch.tensor(self.ranks).view(self.shape)
+            given: Any = groups[0] if len(groups) == 1 else groups
+            mesh = DeviceMesh.from_group(given, self.device_type, ranks, mesh_dim_names=self.names)
+            self._mesh = weakref.ref(mesh)
+        return mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MeshLayout":
         return self

@@ -1,11 +1,13 @@
 """What a ShardTensor does as a Python and torch object: as a plain tensor does, and the same on every rank."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import dpzoo
 from dpzoo.shard import LayoutError, Partial, Replicate, Shard, ShardError, ShardTensor, scatter_tensor
 from dpzoo.testing import column_mesh, distributed, domain_mesh, expect_error, grid_mesh
 
@@ -487,6 +490,28 @@ if __name__ == "__main__":
     import tempfile
     mp.spawn(main, (os.path.join(tempfile.mkdtemp(), "store"),), nprocs=2)
 """
+
+
+@distributed(ranks=[2, 4])
+def test_no_cache_keeps_a_mesh_alive(ranks):
+    """A cached layout must not hold process groups beyond their end; a tensor makes its mesh anew when asked."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (ranks,) if ranks == 2 else (2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    gone, groups = weakref.ref(mesh), [mesh.get_group(a).group_name for a in range(mesh.ndim)]
+    x = dpzoo.scatter(torch.ones(5, 4), mesh, dim=(0,) if ranks == 2 else (0, 1))
+    (x + 1).sum()
+    del mesh
+    gc.collect()
+    assert gone() is None
+    again = x.device_mesh
+    assert again.mesh_dim_names == ("a", "b")[: len(shape)] and tuple(again.shape) == shape
+    assert [again.get_group(a).group_name for a in range(again.ndim)] == groups
+    assert torch.equal(
+        (x + dpzoo.scatter(torch.ones(5, 4), again, dim=(0,) if ranks == 2 else (0, 1))).full_tensor(),
+        torch.full((5, 4), 2.0),
+    )
 
 
 def test_nothing_is_left_to_say_at_exit(tmp_path):
