@@ -11,6 +11,7 @@ Use it for your own modules:
 
 from dpzoo.testing.assembling import ParityError as ParityError
 from dpzoo.testing.decorator import distributed as distributed
+from dpzoo.testing.derivatives import with_derivatives as with_derivatives
 from dpzoo.testing.expecting import expect_error as expect_error
 from dpzoo.testing.expecting import expect_same_error as expect_same_error
 from dpzoo.testing.layouts import LAYOUTS as LAYOUTS

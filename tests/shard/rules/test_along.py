@@ -6,19 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpzoo.testing import OpCase, op_test
+from dpzoo.testing import OpCase, op_test, with_derivatives
 
 FEW = {"ranks": (2, 3), "subgroups": False}
-
-
-def _second(fn):
-    """`fn` and its first derivatives: a backward through them is a second one."""
-
-    def call(*tensors):
-        out = fn(*tensors)
-        return (out, *torch.autograd.grad(out.square().sum(), tensors, create_graph=True))
-
-    return call
 
 
 def _distinct(shape: tuple[int, ...]) -> Tensor:
@@ -47,7 +37,7 @@ CASES = [
     OpCase("cumsum alone", fn=lambda x: x.cumsum(0), shape=(9,), shard=0),
     OpCase("cumsum axis", fn=lambda x: torch.cumsum(x, axis=-2), shape=(2, 9, 3), shard=1, **FEW),
     OpCase("cumsum dtype", fn=lambda x: x.cumsum(0, dtype=torch.float64), shape=(9, 4), shard=0, fill=_whole, **FEW),
-    OpCase("cumsum twice", fn=_second(lambda x: x.cumsum(0)), shape=(9, 3), shard=0, **FEW),
+    OpCase("cumsum twice", fn=with_derivatives(lambda x: x.cumsum(0)), shape=(9, 3), shard=0, **FEW),
     OpCase("cumsum over another dim", fn=lambda x: x.cumsum(-1), shape=(9, 3), shard=0, covers=("cumsum",), **FEW),
     OpCase("cumprod", fn=lambda x: torch.cumprod(x, dim=1), shape=(2, 9, 3), shard=1, covers=("cumprod",), **FEW),
     OpCase(

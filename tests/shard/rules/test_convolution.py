@@ -15,21 +15,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import Shard, ShardTensor, scatter_tensor, strict
 from dpzoo.shard.traffic import count_traffic
-from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
+from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test, with_derivatives
 from dpzoo.testing.cutting import cut_tensor, plan_cut
 
 FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
-
-
-def _second(fn: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`fn` and its first derivatives: a backward through them is a second one."""
-
-    def call(*tensors: Tensor) -> Any:
-        out = fn(*tensors)
-        return (out, *torch.autograd.grad(out.square().sum(), tensors, create_graph=True))
-
-    return call
 
 
 def _whole_numbers(shape: tuple[int, ...]) -> Tensor:
@@ -197,7 +187,7 @@ CASES = [
     ),
     OpCase(
         "conv2d twice",
-        fn=_second(_conv2d(padding=1)),
+        fn=with_derivatives(_conv2d(padding=1)),
         shape=(1, 3, 9, 4),
         shard=2,
         plain=[W3, B5],
@@ -206,7 +196,7 @@ CASES = [
     ),
     OpCase(
         "conv2d twice, strided",
-        fn=_second(_conv2d(stride=2, padding=2)),
+        fn=with_derivatives(_conv2d(stride=2, padding=2)),
         shape=(1, 3, 9, 5),
         shard=2,
         plain=[W3, B5],
@@ -267,7 +257,7 @@ CASES = [
     OpCase("up2d no samples", lambda: nn.ConvTranspose2d(3, 4, 3, 2), (0, 3, 9, 5), 2, **ONCE),
     OpCase(
         "up2d twice",
-        fn=_second(_up2d(stride=2, padding=1)),
+        fn=with_derivatives(_up2d(stride=2, padding=1)),
         shape=(1, 3, 7, 4),
         shard=2,
         plain=[UP3, B4],

@@ -8,29 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpzoo.shard import ShardTensor
-from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test, with_derivatives
 from dpzoo.testing.cutting import cut_tensor, plan_cut
 
 FEW = {"ranks": (2, 3), "subgroups": False}
-
-
-def _second(fn):
-    """`fn` and its first derivatives: a backward through them is a second one."""
-
-    def call(*tensors):
-        out = fn(*tensors)
-        return (out, *torch.autograd.grad(out.square().sum(), tensors, create_graph=True))
-
-    return call
-
-
-def _distinct(shape: tuple[int, ...]) -> Tensor:
-    n = torch.Size(shape).numel()
-    return torch.randperm(n).reshape(shape).double() / n
-
-
-def _ties(shape: tuple[int, ...]) -> Tensor:
-    return torch.randint(0, 3, shape).double()
 
 
 def _whole(shape: tuple[int, ...]) -> Tensor:
@@ -78,7 +59,7 @@ CASES = [
     ),
     OpCase("softmax 0-d", fn=lambda x: x.sum().softmax(0), shape=(9,), shard=0, **FEW),
     OpCase("softmax of size 0", fn=lambda x: x.softmax(1), shape=(0, 9), shard=1, **FEW),
-    OpCase("softmax twice", fn=_second(lambda x: x.softmax(1)), shape=(3, 9), shard=1, mesh2d=(0, 1), **FEW),
+    OpCase("softmax twice", fn=with_derivatives(lambda x: x.softmax(1)), shape=(3, 9), shard=1, mesh2d=(0, 1), **FEW),
     OpCase("softmax of -inf", fn=lambda x: x.softmax(1), shape=(3, 9), shard=1, fill=_masked, grads=False, **FEW),
     OpCase("softmax of a -inf row", fn=lambda x: x.softmax(0), shape=(9, 3), shard=0, fill=_masked, grads=False, **FEW),
     OpCase(
@@ -99,7 +80,7 @@ CASES = [
         covers=("log_softmax",),
         **FEW,
     ),
-    OpCase("log_softmax twice", fn=_second(lambda x: x.log_softmax(1)), shape=(3, 9), shard=1, **FEW),
+    OpCase("log_softmax twice", fn=with_derivatives(lambda x: x.log_softmax(1)), shape=(3, 9), shard=1, **FEW),
     OpCase("softmin", fn=lambda x: F.softmin(x, dim=1), shape=(3, 9), shard=1, covers=("softmin",), **FEW),
     OpCase("Softmax2d", lambda: nn.Softmax2d(), (2, 3, 9, 2), 1, **FEW),
     # ------------------------------------------------------------------ norms
@@ -124,8 +105,12 @@ CASES = [
     OpCase(
         "layer_norm all cut, all sharded", fn=_layer_norm(9, 3), shape=[(9, 3), (9, 3), (9, 3)], shard=[0, 0, 1], **FEW
     ),
-    OpCase("layer_norm twice", fn=_second(_layer_norm(6)), shape=(2, 9, 6), shard=1, plain=[(6,), (6,)], **FEW),
-    OpCase("layer_norm twice, cut", fn=_second(_layer_norm(9)), shape=(3, 9), shard=1, plain=[(9,), (9,)], **FEW),
+    OpCase(
+        "layer_norm twice", fn=with_derivatives(_layer_norm(6)), shape=(2, 9, 6), shard=1, plain=[(6,), (6,)], **FEW
+    ),
+    OpCase(
+        "layer_norm twice, cut", fn=with_derivatives(_layer_norm(9)), shape=(3, 9), shard=1, plain=[(9,), (9,)], **FEW
+    ),
     OpCase(
         "layer_norm keywords",
         fn=lambda x, w: F.layer_norm(input=x, normalized_shape=(6,), weight=w, eps=0.1),
@@ -157,7 +142,12 @@ CASES = [
     ),
     OpCase("rms_norm plain", fn=lambda x: F.rms_norm(x, (9, 3)), shape=(2, 9, 3), shard=1, **FEW),
     OpCase(
-        "rms_norm twice", fn=_second(lambda x, w: F.rms_norm(x, (9,), w)), shape=(3, 9), shard=1, plain=[(9,)], **FEW
+        "rms_norm twice",
+        fn=with_derivatives(lambda x, w: F.rms_norm(x, (9,), w)),
+        shape=(3, 9),
+        shard=1,
+        plain=[(9,)],
+        **FEW,
     ),
     OpCase("normalize", fn=lambda x: F.normalize(x, dim=1), shape=(3, 9), shard=1, **FEW),
 ]

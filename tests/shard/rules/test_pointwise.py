@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dpzoo
 from dpzoo.shard import LayoutError, PromotionWarning, ShardError, ShardTensor, TensorPromotionMode
-from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test, with_derivatives
 from dpzoo.testing.meshes import grid_mesh
 
 FEW = {"ranks": (2, 3), "subgroups": False}
@@ -76,16 +76,6 @@ def _binary(x, y):
 def _with_scalars(x):
     out = [op(x, 2) for op in OPERATORS] + [op(2.5, x) for op in OPERATORS]
     return [*out, x.detach() // 2, x % 0.7, 3 // x.detach(), x * np.float64(2), x + True, torch.pow(2, x)]
-
-
-def _second(fn):
-    """`fn` and its first derivatives: a backward through them is a second one."""
-
-    def call(*tensors):
-        out = fn(*tensors)
-        return (out, *torch.autograd.grad(out.square().sum(), tensors, create_graph=True))
-
-    return call
 
 
 def _binary_case(name, first, second, dims, plain=(), **options):
@@ -177,11 +167,12 @@ CASES = [
     OpCase("sum of itself", fn=lambda x: x * x.sum() + x / x.norm() - x.mean(0), shape=(5, 9), shard=1, **FEW),
     OpCase("no elements", fn=lambda x: x * 2 + x, shape=(0, 9), shard=1, **FEW),
     OpCase("no rows", fn=lambda x: x.exp() + x, shape=(4, 0), shard=1, **FEW),
-    OpCase("second derivative", fn=_second(lambda x, y: (x * y.sin()).tanh() / (x * x + 1)), shape=[(5, 9), (9,)],
-           shard=[1, 0], layouts=("uneven", "misaligned"), **FEW),
-    OpCase("second derivative, plain", fn=_second(lambda x, w: (x * w).sigmoid() * w), shape=(5, 9), shard=1,
+    OpCase("second derivative", fn=with_derivatives(lambda x, y: (x * y.sin()).tanh() / (x * x + 1)),
+           shape=[(5, 9), (9,)], shard=[1, 0], layouts=("uneven", "misaligned"), **FEW),
+    OpCase("second derivative, plain", fn=with_derivatives(lambda x, w: (x * w).sigmoid() * w), shape=(5, 9), shard=1,
            plain=[(9,)], **FEW),
-    OpCase("second derivative, activations", fn=_second(lambda x: F.gelu(x) + F.silu(x) * F.elu(x) + F.softplus(x)),
+    OpCase("second derivative, activations",
+           fn=with_derivatives(lambda x: F.gelu(x) + F.silu(x) * F.elu(x) + F.softplus(x)),
            shape=(5, 9), shard=1, **FEW),
 ]  # fmt: skip
 
