@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,7 +20,42 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="check packages, devices and communication; say how to mend what fails")
     doctor.set_defaults(run=_doctor)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser("convert", help="turn files that cannot be read in parts into stores that can")
+    formats = convert.add_subparsers(dest="format", required=True, metavar="format")
+    drivaer = formats.add_parser("drivaer", help="DrivAerML folders (VTP, VTU, STL, CSV) to zarr, resumable")
+    drivaer.add_argument("source", type=Path, help="folder of run_<i> folders, or one of them")
+    drivaer.add_argument("destination", type=Path, help="folder for run_<i>.zarr")
+    drivaer.add_argument("--cars", nargs="+", metavar="NAME", help="only these folders, such as run_1 run_7")
+    drivaer.add_argument(
+        "--order",
+        choices=("shuffled", "hilbert", "morton"),
+        default="shuffled",
+        help="order of the rows: any window is a random sample, or a compact piece of space (default: %(default)s)",
+    )
+    for kind in ("surface", "volume"):
+        drivaer.add_argument(f"--{kind}-fields", nargs="+", metavar="NAME", help=f"cell data to keep of the {kind}")
+    drivaer.add_argument("--chunk-rows", type=int, help="rows per chunk, the unit that a rank reads")
+    drivaer.add_argument("--seed", type=int, help="of the shuffle")
+    drivaer.add_argument("--stream-velocity", type=float, help="m/s, kept with the store (38.889 in DrivAerML)")
+    drivaer.set_defaults(run=_convert_drivaer)
+
+
+def _convert_drivaer(arguments: argparse.Namespace) -> int:
+    from dpzoo.datapipes.drivaerml.convert import Settings, convert
+
+    asked = {key: value for key in vars(Settings()) if (value := getattr(arguments, key)) is not None}
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
+    settings = Settings(**given)
+    failed = 0
+    for outcome in convert(arguments.source, arguments.destination, settings, arguments.cars):
+        print(f"{outcome.car}: {outcome.state}" + (f": {outcome.reason}" if outcome.reason else ""), flush=True)
+        failed += outcome.state == "failed"
+    return 1 if failed else 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,196 @@
+"""The loader: the same car for all ranks of a domain group, different cars along the data-parallel axes.
+
+Workers read this rank's rows ahead of time (plain arrays, no communication). The main thread takes them in order, the
+ranks agree that every one of them has a good part, and only then is a sample made of it.
+"""
+
+import multiprocessing
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dpzoo.datapipes.agreement import raise_together
+from dpzoo.datapipes.errors import DataError, DataWarning
+from dpzoo.datapipes.points.dataset import CarPart, PointDataset, read_part
+from dpzoo.datapipes.points.sample import PointSample, layout_digest, make_sample
+
+_told_of_one_reader = False
+
+
+class PointLoader:
+    """Iterate over the cars of a dataset.
+
+    Args:
+        dataset: what to read; the same on every rank.
+        mesh: a 1-D domain mesh, or a mesh with one axis named `domain_axis` and data-parallel axes. None: one process,
+            plain tensors, no process group.
+        domain_axis: the axis over which a car is cut.
+        shuffle: another order of the cars in every epoch.
+        last: when the cars do not divide among the data-parallel ranks, "repeat" some (`PointSample.is_repeat`) or
+            "drop" the rest, so that all ranks make the same number of steps.
+        prefetch: cars read ahead, 0 to read when asked.
+        workers: "thread" or "process" (spawned: nothing is forked, so zarr and HDF5 are safe).
+        device: for `mesh=None`, where the tensors go.
+
+        with PointLoader(dataset, mesh) as loader:
+            for epoch in range(epochs):
+                for sample in loader.epoch(epoch):
+                    ...
+
+    Raises:
+        DataError: on all ranks, when the ranks were given different datasets or the arguments do not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: PointDataset,
+        mesh: DeviceMesh | None = None,
+        *,
+        domain_axis: str = "domain",
+        shuffle: bool = True,
+        last: Literal["repeat", "drop"] = "repeat",
+        prefetch: int = 2,
+        workers: Literal["thread", "process"] = "thread",
+        device: torch.device | None = None,
+    ) -> None:
+        self.dataset, self.mesh, self.shuffle, self.last = dataset, mesh, shuffle, last
+        self.prefetch, self.device, self.bytes_read = prefetch, device, 0
+        self.domain, self.replica, self.replicas = _parted(mesh, domain_axis)
+        self._workers = workers
+        self._executor: Executor | None = None
+        known = (dataset.names, dataset.clouds, dataset.whole, dataset.seed, shuffle, last)
+        raise_together(self._fault(), mesh, zlib.crc32(repr(known).encode()))
+
+    def _fault(self) -> DataError | None:
+        if len(self) == 0:
+            return DataError(
+                f"{len(self.dataset)} cars for {self.replicas} data-parallel ranks and last='drop': no step"
+            )
+        return None
+
+    def __len__(self) -> int:
+        """Steps per epoch, the same on every rank."""
+        cars = len(self.dataset)
+        return cars // self.replicas if self.last == "drop" else -(-cars // self.replicas)
+
+    def __iter__(self) -> Iterator[PointSample]:
+        return self.epoch(0)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[PointSample]:
+        """The samples of an epoch, from step `start` (to go on where a run was stopped).
+
+        Raises:
+            DataError: on all ranks of the mesh, when any of them met a bad file.
+        """
+        steps = self._steps(number)[start:]
+        waiting: deque[Future[CarPart]] = deque()
+        try:
+            for step, (_, is_repeat) in enumerate(steps):
+                for index, _ in steps[step + len(waiting) : step + 1 + self.prefetch]:
+                    waiting.append(self._submit(index, number))
+                yield self._take(waiting.popleft(), is_repeat)
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _steps(self, epoch: int) -> list[tuple[int, bool]]:
+        """(car, is it a repeat) of each step of this data-parallel rank."""
+        cars = len(self.dataset)
+        order = np.random.default_rng((self.dataset.seed, epoch)).permutation(cars) if self.shuffle else np.arange(cars)
+        places = range(self.replica, len(self) * self.replicas, self.replicas)
+        return [(int(order[place % cars]), place >= cars) for place in places]
+
+    def _submit(self, index: int, epoch: int) -> "Future[CarPart]":
+        rank, ranks = (0, 1) if self.domain is None else (self.domain.get_local_rank(), self.domain.size())
+        if self._executor is None:
+            self._executor = _make_executor(self._workers, self.prefetch)
+        return self._executor.submit(read_part, self.dataset.request(index, epoch, rank, ranks))
+
+    def _take(self, future: "Future[CarPart]", is_repeat: bool) -> PointSample:
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        part = CarPart("") if error is not None else future.result()
+        raise_together(error, self.mesh, layout_digest(part), self._domain_name)
+        self.bytes_read += part.bytes_read
+        if part.one_reader:
+            _tell_of_one_reader(part.name)
+        return make_sample(part, self.domain, self.device, is_repeat)
+
+    @property
+    def _domain_name(self) -> str | None:
+        return self.domain.mesh_dim_names[0] if self.domain is not None and self.domain.mesh_dim_names else None
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+    def __enter__(self) -> "PointLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Inline(Executor):
+    """Reads at once, in the calling thread."""
+
+    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
+        future: Future[CarPart] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _make_executor(kind: str, workers: int) -> Executor:
+    if workers == 0:
+        return _Inline()
+    if kind == "thread":
+        return ThreadPoolExecutor(workers, thread_name_prefix="dpzoo-read")
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _parted(mesh: DeviceMesh | None, domain_axis: str) -> tuple[DeviceMesh | None, int, int]:
+    """The domain mesh, and this rank's number among the data-parallel ranks."""
+    if mesh is None:
+        return None, 0, 1
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and domain_axis not in names:
+        return mesh, 0, 1
+    if domain_axis not in names:
+        raise DataError(
+            f"the mesh has axes {names or mesh.ndim}, none of them is {domain_axis!r}: name it, or pass domain_axis="
+        )
+    replica, replicas, coordinates = 0, 1, mesh.get_coordinate()
+    if coordinates is None:
+        raise DataError(f"this rank is not part of {mesh}")
+    for axis, name in enumerate(names):
+        if name != domain_axis:
+            replica, replicas = replica * mesh.size(axis) + coordinates[axis], replicas * mesh.size(axis)
+    return mesh if mesh.ndim == 1 else mesh[domain_axis], replica, replicas
+
+
+def _tell_of_one_reader(name: str) -> None:
+    global _told_of_one_reader
+    if not _told_of_one_reader:
+        _told_of_one_reader = True
+        warnings.warn(
+            f"{name}: VTK files cannot be read in parts, so one rank of each domain group reads the whole file and "
+            "sends the rows; convert once with `dpzoo convert drivaer SRC DST` and each rank reads only its own",
+            DataWarning,
+            stacklevel=4,
+        )

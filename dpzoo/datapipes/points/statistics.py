@@ -1,0 +1,162 @@
+"""Mean and standard deviation per column, for normalisation, each rank reading only its rows.
+
+A block of rows becomes (count, mean, M2) in float64 with M2 the sum of squared distances from the mean, and two of
+those merge exactly (Chan, Golub and LeVeque 1983): no difference of large sums, whatever the mean.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dpzoo.datapipes.agreement import gather_objects, raise_together
+from dpzoo.datapipes.errors import DataError
+from dpzoo.datapipes.points.dataset import BLOCK_ROWS, PointDataset, checked_rows
+from dpzoo.datapipes.points.draw import shard_sizes
+from dpzoo.datapipes.points.source import field_of, kind_of, open_source, reads_whole_file
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean, summed squared distance from the mean, smallest and largest value, per column in float64."""
+
+    count: int
+    mean: np.ndarray
+    m2: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+    @staticmethod
+    def of(rows: np.ndarray) -> "Moments":
+        """Of `(rows, columns)` or `(rows,)`, which counts as one column; no rows are allowed."""
+        columns = int(np.prod(rows.shape[1:], dtype=np.int64))
+        table = rows.reshape(len(rows), columns).astype(np.float64)
+        if not len(table):
+            nothing = np.zeros(columns)
+            return Moments(0, nothing, nothing, nothing + np.inf, nothing - np.inf)
+        mean = table.mean(0)
+        return Moments(len(table), mean, np.square(table - mean).sum(0), table.min(0), table.max(0))
+
+    def merge(self, other: "Moments") -> "Moments":
+        """Of the rows of both."""
+        count = self.count + other.count
+        if count == 0:
+            return self
+        away = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + away * (other.count / count),
+            self.m2 + other.m2 + np.square(away) * (self.count * (other.count / count)),
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+        )
+
+    @property
+    def std(self) -> np.ndarray:
+        """Standard deviation of the rows as a whole population; zero for no rows."""
+        return np.sqrt(self.m2 / max(self.count, 1))
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Moments by field; normalises plain tensors and ShardTensors alike."""
+
+    fields: Mapping[str, Moments]
+
+    def normalise(self, field: str, x: Tensor) -> Tensor:
+        """`(x - mean) / std` per column; a column that is constant becomes zero."""
+        mean, std = self._row(field, x)
+        return (x - mean) / std
+
+    def denormalise(self, field: str, x: Tensor) -> Tensor:
+        """The inverse of `normalise`."""
+        mean, std = self._row(field, x)
+        return x * std + mean
+
+    def _row(self, field: str, x: Tensor) -> tuple[Tensor, Tensor]:
+        if field not in self.fields:
+            raise DataError(f"no statistics of {field!r}, only of {', '.join(sorted(self.fields))}")
+        moments = self.fields[field]
+        std = np.where(moments.std > 0, moments.std, 1.0)
+        mean, std = (v if len(v) > 1 else v[0] for v in (moments.mean, std))
+        return torch.as_tensor(mean, dtype=x.dtype, device=x.device), torch.as_tensor(
+            std, dtype=x.dtype, device=x.device
+        )
+
+    def save(self, file: Path) -> None:
+        """Write JSON."""
+        table = {
+            name: {"count": m.count, **{key: getattr(m, key).tolist() for key in ("mean", "m2", "low", "high")}}
+            for name, m in self.fields.items()
+        }
+        file.write_text(json.dumps(table, indent=1))
+
+    @staticmethod
+    def load(file: Path) -> "Statistics":
+        """Read what `save` wrote."""
+        table = json.loads(file.read_text())
+        arrays = {n: {k: np.array(v) for k, v in row.items() if k != "count"} for n, row in table.items()}
+        return Statistics({name: Moments(row["count"], **arrays[name]) for name, row in table.items()})
+
+
+def compute_statistics(
+    dataset: PointDataset, mesh: DeviceMesh | None = None, fields: Sequence[str] | None = None
+) -> Statistics:
+    """Statistics of all rows of all cars (not of a sub-sample), the same on every rank of the mesh.
+
+    Every rank reads 1/ranks of each car, in blocks. Of files that cannot be read in parts each is read by one rank.
+
+    Args:
+        dataset: the training cars; statistics must not see the validation cars.
+        mesh: any mesh; all its ranks share the work. None for one process.
+        fields: those of the clouds by default.
+
+    Raises:
+        DataError: on all ranks, when one of them met a bad file.
+    """
+    names = tuple(f for cloud in dataset.clouds.values() for f in cloud.fields) if fields is None else tuple(fields)
+    ranks = 1 if mesh is None else mesh.size()
+    rank = 0 if mesh is None else int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero().item())
+    found: list[Moments | None] = [None] * len(names)
+    error: Exception | None = None
+    try:
+        for number, path in enumerate(dataset.cars.values()):
+            found = [
+                _merged(old, new) for old, new in zip(found, _of_car(path, names, rank, ranks, number), strict=True)
+            ]
+    except Exception as failure:
+        error = failure
+    raise_together(error, mesh)
+    everyone = [found] if mesh is None else cast(list[list[Moments | None]], gather_objects(found, mesh))
+    for other in everyone[1:]:
+        everyone[0] = [_merged(old, new) for old, new in zip(everyone[0], other, strict=True)]
+    return Statistics({name: m for name, m in zip(names, everyone[0], strict=True) if m is not None})
+
+
+def _merged(old: Moments | None, new: Moments | None) -> Moments | None:
+    return new if old is None else old if new is None else old.merge(new)
+
+
+def _of_car(path: Path, names: Sequence[str], rank: int, ranks: int, number: int) -> list[Moments | None]:
+    if reads_whole_file(kind_of(path)):
+        if number % ranks != rank:
+            return [None] * len(names)
+        rank, ranks = 0, 1
+    with closing(open_source(path)) as source:
+        out: list[Moments | None] = []
+        for name in names:
+            sizes = shard_sizes(field_of(source, name).rows, ranks)
+            lo, hi = sum(sizes[:rank]), sum(sizes[: rank + 1])
+            moments: Moments | None = None
+            for start in range(lo, hi, BLOCK_ROWS):
+                rows = checked_rows(source, name, start, min(start + BLOCK_ROWS, hi))
+                moments = _merged(moments, Moments.of(rows))
+            out.append(moments)
+    return out
