@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +38,13 @@ class RingPassingConfig:
 def perform_ring_iteration(
     tensor: Tensor, mesh: DeviceMesh, ring_config: RingPassingConfig, recv_shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Send `tensor` one step along the ring and return what arrives (of `recv_shape`, the same shape by default)."""
+    """Send `tensor` one step along the ring and return what arrives (of `recv_shape`, the same shape by default).
+
+    Differentiable: gradients travel one step back. Every rank of the ring must take part in backward, too.
+
+    Raises:
+        ValueError: the mesh has no such axis, or the axis has another size.
+    """
     layout = MeshLayout.of(mesh)
     if not -len(layout.shape) <= ring_config.mesh_dim < len(layout.shape):
         raise ValueError(
@@ -51,4 +59,15 @@ def perform_ring_iteration(
         return tensor
     step = 1 if ring_config.ring_direction == "forward" else -1
     shape = tuple(tensor.shape) if recv_shape is None else tuple(recv_shape)
-    return comm.shift(tensor, shape, layout.groups[axis], step).wait()
+    return _RingStep.apply(tensor, shape, layout.groups[axis], step)  # type: ignore[no-any-return]
+
+
+class _RingStep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shape: tuple[int, ...], group: str, step: int) -> Tensor:
+        ctx.home = (tuple(tensor.shape), group, -step)
+        return comm.shift(tensor, shape, group, step).wait()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return _RingStep.apply(g, *ctx.home), None, None, None

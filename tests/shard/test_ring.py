@@ -32,6 +32,20 @@ def test_each_axis_of_a_grid():
         assert found.item() == 1 - me
 
 
+@distributed(ranks=3)
+def test_gradients_travel_back():
+    mesh, me = domain_mesh(), domain_mesh().get_local_rank()
+    sizes = (3, 0, 2)
+    x = torch.arange(sizes[me], dtype=torch.float64).add_(me).requires_grad_()
+    for direction, step in (("forward", 1), ("backward", -1)):
+        config = RingPassingConfig(0, 3, direction)
+        y = perform_ring_iteration(x, mesh, config, recv_shape=(sizes[(me - step) % 3],))
+        (g,) = torch.autograd.grad((y**3).sum() * (me + 1), x, create_graph=True)  # the receiver weighs by its rank
+        torch.testing.assert_close(g, 3 * x**2 * ((me + step) % 3 + 1))
+        (second,) = torch.autograd.grad(g.sum(), x)
+        torch.testing.assert_close(second, 6 * x * ((me + step) % 3 + 1))
+
+
 @distributed(ranks=1)
 def test_a_ring_of_one_sends_nothing():
     t = torch.ones(3)

@@ -237,6 +237,24 @@ def test_named_handlers_win(met):
         assert F.layer_norm(x, (3,)) == "answered"
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@distributed(ranks=1)
+def test_handlers_for_a_custom_op_answer_every_way_to_call_it(by_name):
+    x = _cut(_numbers(4, 3))
+    with _Registered():
+        thrice = torch.library.custom_op("dpzoo_test::thrice", _thrice, mutates_args=())
+        if by_name:
+            ShardTensor.register_named_function_handler("dpzoo_test::thrice", _answer)
+        else:
+            ShardTensor.register_function_handler(thrice, _answer)
+        packet = torch.ops.dpzoo_test.thrice
+        assert [f(x) for f in (thrice, packet, packet.default)] == ["answered"] * 3
+
+
+def _thrice(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
 def _spread_out(func, types, args, kwargs):
     """The handler of docs: the result has another number of dims; only the sizes along the cut dim are taken."""
     y = args[0]
