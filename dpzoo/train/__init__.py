@@ -1,0 +1,17 @@
+"""One training loop, for models on one process or on many: step, accumulate, validate, save, resume, stop.
+
+`fit` takes a model, an optimiser, a loader and an objective; `TrainConfig` holds its numbers. Read `step.py` first.
+"""
+
+from dpzoo.train.checkpoint import CheckpointError as CheckpointError
+from dpzoo.train.checkpoint import find_checkpoints as find_checkpoints
+from dpzoo.train.checkpoint import load_model as load_model
+from dpzoo.train.config import TrainConfig as TrainConfig
+from dpzoo.train.launch import launch as launch
+from dpzoo.train.loop import Loader as Loader
+from dpzoo.train.loop import Outcome as Outcome
+from dpzoo.train.loop import fit as fit
+from dpzoo.train.step import DivergedError as DivergedError
+from dpzoo.train.step import train_step as train_step
+from dpzoo.train.team import Team as Team
+from dpzoo.train.validate import validate as validate

@@ -1,0 +1,70 @@
+"""The numbers of a training run."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train; a step is an optimiser step.
+
+    Args:
+        epochs: passes over the training samples.
+        max_steps: stop after this many steps, as a signal would: the schedule still counts all epochs.
+        accumulate: samples per step and data-parallel rank, one forward and backward pass each; the rest of an epoch
+            makes a smaller step.
+        batch_per_group: what dim 0 of a batch may be. One sample per domain group is what domain parallelism is for; a
+            larger batch multiplies the memory that it saves, so it has to be asked for.
+        amp: "bf16" runs the objective under autocast; weights, gradients and the optimiser stay as they are.
+        clip: largest 2-norm of the gradient of all weights; None leaves gradients alone.
+        schedule: of the learning rate after the warm-up: "constant", or "cosine" down to `final_rate` of it.
+        warmup_steps: steps over which the rate rises linearly from zero.
+        seed: of every random number, together with the step; see `dpzoo.train.seeds`.
+        validate_every: epochs between validations, also after the last; 0 for none.
+        checkpoint_every: steps between checkpoints; one is also written at the end and when the run is stopped. 0 for
+            these alone.
+        keep: how many checkpoints stay, the newest.
+        resume: "auto" goes on from the newest good checkpoint in the folder, if there is one; "never" refuses a folder
+            that holds checkpoints; "must" refuses one without.
+        log_every: steps between lines of the journal, each with the mean over the steps since the last.
+        progress_bar: show one on a terminal (tqdm).
+        tensorboard: write event files too (the extra `dpzoo[track]`).
+
+    Raises:
+        ValueError: a number that cannot be meant.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    accumulate: int = 1
+    batch_per_group: int = 1
+    amp: Literal["off", "bf16"] = "off"
+    clip: float | None = 1.0
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_steps: int = 0
+    final_rate: float = 0.01
+    seed: int = 0
+    validate_every: int = 1
+    checkpoint_every: int = 200
+    keep: int = 2
+    resume: Literal["auto", "never", "must"] = "auto"
+    log_every: int = 1
+    progress_bar: bool = True
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        at_least = {"epochs": 1, "accumulate": 1, "batch_per_group": 1, "keep": 1, "log_every": 1}
+        at_least |= {"warmup_steps": 0, "validate_every": 0, "checkpoint_every": 0}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"TrainConfig: {name} is {getattr(self, name)}, it must be at least {least}")
+        choices = {"amp": ("off", "bf16"), "schedule": ("constant", "cosine"), "resume": ("auto", "never", "must")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"TrainConfig: {name} is {getattr(self, name)!r}, choose one of {', '.join(known)}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"TrainConfig: clip is {self.clip}; it must be positive, or None for no clipping")
+        if not 0 <= self.final_rate <= 1:
+            raise ValueError(f"TrainConfig: final_rate is {self.final_rate}, a part of the full rate lies in [0, 1]")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"TrainConfig: max_steps is {self.max_steps}; it must be positive, or None for all steps")

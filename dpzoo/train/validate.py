@@ -1,0 +1,37 @@
+"""Mean of measures over the samples of a loader."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpzoo.train.config import TrainConfig
+from dpzoo.train.step import autocast
+from dpzoo.train.team import Team
+
+if TYPE_CHECKING:
+    from dpzoo.train.loop import Loader
+
+Measure = Callable[[nn.Module, Any], Mapping[str, Tensor]]
+
+
+@torch.no_grad()
+def validate(model: nn.Module, loader: "Loader", measure: Measure, config: TrainConfig, team: Team) -> dict[str, float]:
+    """Mean over all samples of all replicas, each counted once (`is_repeat`), with the model in evaluation mode.
+
+    Epoch 0 of the loader every time: a sub-sample that is drawn is the same in every validation.
+    """
+    was_training, sums, weight = model.training, dict[str, float](), 0
+    model.eval()
+    try:
+        for sample in loader.epoch(0):
+            with autocast(config, team):
+                found = measure(model, sample)
+            counts = not getattr(sample, "is_repeat", False)
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + counts * value.item()
+            weight += counts
+    finally:
+        model.train(was_training)
+    return team.mean(sums, weight)
