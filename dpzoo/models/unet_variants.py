@@ -65,6 +65,11 @@ NANO_DIFFUSION: dict[str, Any] = {
     "attn_levels": (1,),
     "dropout": 0.0,
 }
+TINY: dict[type[nn.Module], dict[str, Any]] = {
+    UNet: {"channels": (4, 6, 8)},
+    ResidualUNet: {"channels": (4, 6, 8)},
+    DiffusionUNet: {"model_channels": 4, "num_blocks": 1, "channel_mult": (1, 2), "attn_levels": (1,), "dropout": 0.0},
+}
 
 
 def _register(name: str, family: type[nn.Module], *parts: Mapping[str, Any]) -> None:
@@ -75,7 +80,7 @@ def _register(name: str, family: type[nn.Module], *parts: Mapping[str, Any]) -> 
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"{family.__name__}({', '.join(f'{k}={v!r}' for k, v in variant.items())})"
-    register_model(build)
+    register_model(tiny=TINY[family])(build)
 
 
 for _size, _variant in PLAIN.items():

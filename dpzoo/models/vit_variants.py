@@ -29,6 +29,7 @@ DINOV2: dict[str, Any] = {"patch_size": 14, "img_size": 518, "init_values": 1e-5
 REGISTERS: dict[str, Any] = {"reg_tokens": 4, "no_embed_class": True}
 DENSE: dict[str, Any] = {"num_classes": 0, "head": "dense"}
 VOLUME: dict[str, Any] = {"img_size": 16, "ndim": 3, "in_chans": 1}
+TINY: dict[str, Any] = {"embed_dim": 24, "depth": 1, "num_heads": 3, "num_classes": 5}
 
 
 def _register(name: str, variant: Mapping[str, Any]) -> None:
@@ -37,7 +38,10 @@ def _register(name: str, variant: Mapping[str, Any]) -> None:
 
     build.__name__ = build.__qualname__ = name
     build.__doc__ = f"ViT({', '.join(f'{k}={v!r}' for k, v in variant.items())})"
-    register_model(build)
+    ndim, patch = variant.get("ndim", 2), variant["patch_size"]
+    grid = {"img_size": tuple(patch * n for n in (3, 2, 2)[:ndim])}
+    classes = {"num_classes": 0} if variant.get("num_classes") == 0 else {}
+    register_model(tiny={**TINY, **grid, **classes})(build)
 
 
 for _size, _dims in SIZES.items():

@@ -1,39 +1,48 @@
-"""Every registered model: it builds, runs forward and backward, and its weights survive a round trip.
+"""Every registered model: it builds, runs forward and backward, its weights survive a round trip, and on shards it
+gives one device's values and gradients.
 
-A new model is tested by being registered; a family adds one row to ``SHRINK`` so that its big variants are quick here.
+A new model is tested by being registered; `tiny=` of its registration makes it quick here.
 """
 
 import io
-from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dpzoo.models import create_model, list_models
-
-SHRINK: dict[str, dict[str, Any]] = {
-    "vit_": {"depth": 1},
-    "unet_": {"channels": (4, 6, 8)},
-    "diffusion_unet_": {"model_channels": 8, "num_blocks": 1},
-}
+from dpzoo.models.registry import create_tiny_model, cut_dims
+from dpzoo.testing import assert_parity, distributed
 
 
-def small(name: str, **kwargs: Any) -> torch.nn.Module:
-    """The variant with as little depth and as few patches as still use all its parts."""
-    family = next((f for f in SHRINK if name.startswith(f)), None)
-    assert family is not None, f"{name} has no row in SHRINK of {__file__}"
-    kwargs = {**SHRINK[family], **kwargs}
+def lively(name: str) -> nn.Module:
+    """The tiny model with no weight that is zero and hides a term, and nothing random in its forward."""
+    torch.manual_seed(0)
+    model = create_tiny_model(name)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.1)
+    for part in model.modules():
+        for rate in ("p", "drop_prob"):
+            if isinstance(getattr(part, rate, None), float):
+                setattr(part, rate, 0.0)
+    return model
+
+
+def distinct() -> list[str]:
+    """One name of those that are the same model when they are tiny."""
+    found: dict[str, str] = {}
     with torch.device("meta"):
-        patch_embed = getattr(create_model(name, **kwargs), "patch_embed", None)
-    if patch_embed is not None:  # built for one grid
-        kwargs["img_size"] = tuple(p * n for p, n in zip(patch_embed.patch_size, (3, 2, 2), strict=False))
-    return create_model(name, **kwargs)
+        for name in list_models():
+            model = create_tiny_model(name)
+            shapes = [None if x is None else tuple(x.shape) for x in model.example_inputs()]
+            found.setdefault(f"{model!r} {shapes} {[p.shape for p in model.parameters()]}", name)
+    return list(found.values())
 
 
 @pytest.mark.parametrize("name", list_models())
 def test_forward_backward(name: str):
-    torch.manual_seed(0)
-    model = small(name)
+    model = lively(name)
     out = model(*model.example_inputs(batch_size=2))
     assert out.shape[0] == 2
     assert torch.isfinite(out).all()
@@ -43,10 +52,19 @@ def test_forward_backward(name: str):
         assert torch.isfinite(weight.grad).all(), key
 
 
+@distributed(ranks=[2, 4])
+@pytest.mark.parametrize("name", distinct())
+def test_domain_parallel(name: str, ranks: int):
+    model = lively(name)
+    inputs = model.example_inputs()
+    cuts = cut_dims(name, inputs)
+    for layout in ("even", "uneven"):
+        assert_parity(model, inputs, cuts, [layout] * len(cuts), strict=True)
+
+
 @pytest.mark.parametrize("name", list_models())
 def test_weights_survive_a_file(name: str):
-    torch.manual_seed(0)
-    first, second = small(name).eval(), small(name).eval()
+    first, second = lively(name).eval(), create_tiny_model(name).eval()
     inputs = first.example_inputs()
     assert not torch.equal(first(*inputs), second(*inputs))
     file = io.BytesIO()
@@ -64,9 +82,12 @@ def test_builds_on_meta_at_full_size(name: str):
     assert model(*model.example_inputs()).is_meta
 
 
-@pytest.mark.parametrize("name", ["vit_nano_patch4", "vit_nano_patch4_3d_dense", "unet_nano", "diffusion_unet_nano"])
+COMPILED = ["vit_nano_patch4", "vit_nano_patch4_3d_dense", "unet_nano", "diffusion_unet_nano", "dit_nano_patch4_field"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiles_as_one_graph(name: str):
-    model = small(name)
+    model = create_tiny_model(name)
     inputs = model.example_inputs(batch_size=2)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=0, atol=1e-6)

@@ -52,13 +52,20 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Field to patch tokens."""
+        return self._projected(x).flatten(2).transpose(1, 2)
+
+    def on_grid(self, x: Tensor) -> Tensor:
+        """Field to patch tokens on their grid, ``(B, *grid_size, embed_dim)``, cut as the field is."""
+        return self._projected(x).movedim(1, -1)
+
+    def _projected(self, x: Tensor) -> Tensor:
         if tuple(x.shape[1:]) != (self.in_chans, *self.img_size):
             expected = ", ".join(str(n) for n in (self.in_chans, *self.img_size))
             raise ValueError(
                 f"this model was built for inputs of shape (batch, {expected}), got {tuple(x.shape)}; "
                 "build it with img_size= and in_chans= of your data, or crop or pad the input"
             )
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return self.proj(x)
 
 
 def _spatial_ndim(img_size: int | Sequence[int], patch_size: int | Sequence[int], ndim: int | None) -> int:

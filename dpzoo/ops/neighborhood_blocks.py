@@ -1,0 +1,184 @@
+"""Neighborhood attention in plain torch: blocks of queries, each attending to the union of its windows under a mask.
+
+Blocks with the same mask (all in the interior) are stacked and computed by one call, as many at a time as keep the
+copies of their keys and values in the cache. Nothing of the size of all scores is ever held. The queries may be a part
+of the domain, with keys and values around them: positions are global, so a part gives exactly what the whole would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpzoo.ops.masked_attention import attend, attend_backward, attend_differentiably, wide_dtype
+from dpzoo.ops.neighborhood_window import Axis, Job, alike_jobs
+
+# Elements of the keys of one call, and of its scores, by device type: the size of a cache, and what fills a GPU.
+STACKED_KEYS = {"cpu": 2**18}
+STACKED_SCORES = {"cpu": 2**22}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The domain, and where the local tensors lie in it; one number per spatial dim."""
+
+    axes: tuple[Axis, ...]
+    q_start: tuple[int, ...]
+    k_start: tuple[int, ...]
+    scale: float
+
+    @property
+    def ndim(self) -> int:
+        """Spatial dims."""
+        return len(self.axes)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> tuple[Tensor, Tensor]:
+    """Attention (B, *queries, H, E) and its log-sum-exp (B, *queries, H)."""
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=wide_dtype(q.dtype))
+    for jobs, bias in _calls(q, k, table, at):
+        o, sums = attend(*_inputs(q, k, v, jobs), bias, at.scale)
+        for job, piece, log in zip(jobs, _unstack(o, jobs, "queries"), _unstack(sums, jobs, "queries"), strict=True):
+            rows = _rows([b.queries for b in job])
+            out[rows], lse[rows] = piece, log
+    return out, lse
+
+
+def backward(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    at: Geometry,
+    with_table: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of queries, keys, values and, `with_table`, of the bias table."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # A key belongs to many blocks: half precision would lose what each of them adds.
+    dk = k.new_zeros(k.shape, dtype=wide_dtype(k.dtype))
+    dv = v.new_zeros(v.shape, dtype=wide_dtype(v.dtype))
+    dtable = None if table is None or not with_table else table.new_zeros(table.shape, dtype=wide_dtype(table.dtype))
+    for jobs, bias in _calls(q, k, table, at):
+        gq, oq, logs = (_stack(t, jobs, "queries") for t in (g, out, lse.unsqueeze(-1)))
+        pq, pk, pv, dscores = attend_backward(
+            gq, *_inputs(q, k, v, jobs), bias, oq, logs.squeeze(-1), at.scale, with_table
+        )
+        for job, piece in zip(jobs, _unstack(pq, jobs, "queries"), strict=True):
+            dq[_rows([b.queries for b in job])] = piece
+        for total, part in ((dk, pk), (dv, pv)):
+            for job, piece in zip(jobs, _unstack(part, jobs, "keys"), strict=True):
+                total[_rows([b.keys for b in job])] += piece
+        if dtable is not None and dscores is not None:
+            _add_to_table(dtable, dscores, jobs[0], at)
+    dtable = None if dtable is None or table is None else dtable.to(table.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dtable
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> Tensor:
+    """The attention alone, with the graph of every block: for second derivatives, which need memory for all scores."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for jobs, bias in _calls(q, k, table, at):
+        o = attend_differentiably(*_inputs(q, k, v, jobs), bias, at.scale)
+        for job, piece in zip(jobs, _unstack(o, jobs, "queries"), strict=True):
+            out[_rows([b.queries for b in job])] = piece
+    return out
+
+
+# ---------------------------------------------------------------------- which blocks, in which calls
+def _calls(q: Tensor, k: Tensor, table: Tensor | None, at: Geometry) -> Iterator[tuple[tuple[Job, ...], Tensor | None]]:
+    """The blocks of each call, and the bias that they share."""
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    batch, heads, width = q.shape[0], q.shape[-2], q.shape[-1]
+    for jobs in alike_jobs(at.axes, at.q_start, tuple(q.shape[1 : 1 + at.ndim]), at.k_start):
+        bias = _bias(jobs[0], table, at, q)
+        keys = math.prod(b.num_keys for b in jobs[0])
+        queries = math.prod(b.num_queries for b in jobs[0])
+        room = min(
+            STACKED_KEYS.get(q.device.type, 2**26) // (batch * heads * keys * width),
+            STACKED_SCORES.get(q.device.type, 2**28) // (batch * heads * keys * queries),
+        )
+        for i in range(0, len(jobs), max(1, room)):
+            yield jobs[i : i + max(1, room)], bias
+
+
+def _bias(job: Job, table: Tensor | None, at: Geometry, like: Tensor) -> Tensor | None:
+    """What a block adds to its scores: -inf for keys outside of a query's window, elsewhere the table's entry."""
+    seen = _seen(job, like.device)
+    if table is None:
+        if seen is None:
+            return None
+        return like.new_zeros((1, 1, *seen.shape)).masked_fill_(~seen, float("-inf"))
+    index: tuple[slice | Tensor, ...] = (slice(None), *_table_index(job, at, table.device))
+    entries = table[index].flatten(1 + at.ndim).flatten(1, at.ndim)
+    entries = entries.to(like.dtype)
+    return (entries if seen is None else entries.masked_fill(~seen, float("-inf"))).unsqueeze(0)
+
+
+def _seen(job: Job, device: torch.device) -> Tensor | None:
+    """(queries, keys): is the key in the query's window? None if all are."""
+    seen: Tensor | None = None
+    if all(window == (0, block.num_keys) for block in job for window in block.windows):
+        return None
+    for block in job:
+        start, end = torch.tensor(block.windows, device=device).unbind(1)
+        at = torch.arange(block.num_keys, device=device)
+        along = (at >= start[:, None]) & (at < end[:, None])
+        if seen is None:
+            seen = along
+        else:
+            seen = (seen[:, None, :, None] & along[None, :, None, :]).flatten(2).flatten(0, 1)
+    return seen
+
+
+def _table_index(job: Job, at: Geometry, device: torch.device) -> list[Tensor]:
+    """Per dim the table's row of every (query, key) pair, shaped to broadcast to (*queries, *keys)."""
+    found = []
+    for d, (block, axis) in enumerate(zip(job, at.axes, strict=True)):
+        queries = torch.arange(block.num_queries, device=device)[:, None]
+        keys = torch.arange(block.num_keys, device=device)
+        apart = (keys + block.shift - queries + axis.kernel - 1).clamp_(0, 2 * axis.kernel - 2)
+        shape = [1] * (2 * at.ndim)
+        shape[d], shape[at.ndim + d] = apart.shape
+        found.append(apart.view(shape))
+    return found
+
+
+def _add_to_table(dtable: Tensor, dscores: Tensor, job: Job, at: Geometry) -> None:
+    sizes = [b.num_queries for b in job] + [b.num_keys for b in job]
+    per_pair = dscores.sum(0).unflatten(2, sizes[at.ndim :]).unflatten(1, sizes[: at.ndim])
+    index = torch.broadcast_tensors(*_table_index(job, at, dtable.device))
+    flat = torch.zeros_like(index[0])
+    for rows, n in zip(index, dtable.shape[1:], strict=True):
+        flat = flat * n + rows
+    dtable.flatten(1).index_add_(1, flat.flatten(), per_pair.flatten(1).to(dtable.dtype))
+
+
+# ---------------------------------------------------------------------- between the grid and the calls
+def _rows(parts: Sequence[tuple[int, int, int]]) -> tuple[slice, ...]:
+    return (slice(None), *(slice(*part) for part in parts))
+
+
+def _stack(t: Tensor, jobs: Sequence[Job], which: str) -> Tensor:
+    """The blocks' parts of (B, *grid, H, C) as (jobs * B, H, positions, C); `which` is "queries" or "keys"."""
+    parts = [t[_rows([getattr(b, which) for b in job])] for job in jobs]
+    stacked = torch.stack(parts).flatten(0, 1) if len(parts) > 1 else parts[0]
+    return stacked.flatten(1, -3).transpose(1, 2)
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
+    return _stack(q, jobs, "queries"), _stack(k, jobs, "keys"), _stack(v, jobs, "keys")
+
+
+def _unstack(t: Tensor, jobs: Sequence[Job], which: str) -> tuple[Tensor, ...]:
+    """The inverse of `_stack`: per block (B, *grid, H, C), or (B, *grid, H) of a tensor without channels."""
+    sizes = [b.num_queries if which == "queries" else b.num_keys for b in jobs[0]]
+    return t.transpose(1, 2).unflatten(1, sizes).unflatten(0, (len(jobs), -1)).unbind(0)
