@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dpzoo.shard import collectives as comm
 from dpzoo.shard import gradients
-from dpzoo.shard.collectives import Wanted
 from dpzoo.shard.errors import ShardError
+from dpzoo.shard.exchange import Wanted, exchange, exchange_back
 from dpzoo.shard.partition import Sizes
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
@@ -50,6 +50,8 @@ class _FromShard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         spec = ctx.spec
+        if not (spec.is_partial or torch.is_grad_enabled()):
+            return shard_of_grad(g, spec), None
         summed = tuple(axis for axis, cut in enumerate(spec.cuts) if isinstance(cut, str))
         g_local = to_shard(as_sharded(g, spec), grad_spec(spec), summed)
         for axis, cut in enumerate(spec.cuts):
@@ -92,7 +94,10 @@ class _ToShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        spec = grad_spec(ctx.spec)
+        spec = ctx.spec
+        if spec is ctx.src and not (ctx.sum_axes or spec.is_partial or torch.is_grad_enabled()):
+            return wrap(g, spec.for_local(g)), None, None
+        spec = grad_spec(spec)
         if ctx.sum_axes:
             spec = partial_over(spec, ctx.sum_axes)
         if g.dtype is not spec.dtype:
@@ -193,7 +198,7 @@ def fetch(
     """
     if local.requires_grad and torch.is_grad_enabled():
         return _Fetch.apply(local, dim, sizes, wanted, group, pad, fill)
-    return comm.exchange(local, dim, sizes, wanted, group, pad, fill)
+    return exchange(local, dim, sizes, wanted, group, pad, fill)
 
 
 class _Fetch(torch.autograd.Function):
@@ -209,7 +214,7 @@ class _Fetch(torch.autograd.Function):
         fill: float,
     ) -> Tensor:
         ctx.args, ctx.pad = (dim, sizes, wanted, group), pad
-        out = comm.exchange(local, dim, sizes, wanted, group, pad, fill)
+        out = exchange(local, dim, sizes, wanted, group, pad, fill)
         return out.detach() if out is local else out
 
     @staticmethod
@@ -223,14 +228,14 @@ def send_home(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> 
     """The transpose of `fetch`: rank r holds rows `wanted[r]` of a tensor cut in `sizes`; each is added at home."""
     if g.requires_grad and torch.is_grad_enabled():
         return _SendHome.apply(g, dim, sizes, wanted, group)
-    return comm.exchange_back(g, dim, sizes, wanted, group)
+    return exchange_back(g, dim, sizes, wanted, group)
 
 
 class _SendHome(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
         ctx.args = (dim, sizes, wanted, group)
-        return comm.exchange_back(g, dim, sizes, wanted, group)
+        return exchange_back(g, dim, sizes, wanted, group)
 
     @staticmethod
     def backward(ctx: Any, gg: Tensor) -> Any:

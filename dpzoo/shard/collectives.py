@@ -16,10 +16,8 @@ from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve
 
 from dpzoo.shard import traffic
 from dpzoo.shard.mesh import MeshLayout
-from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals, starts
+from dpzoo.shard.partition import Sizes, starts
 from dpzoo.shard.tracing import is_tracing, traceable
-
-Wanted = tuple[tuple[Interval, ...], ...]  # per rank: the intervals it wants, in order
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -91,8 +89,14 @@ def _bytes(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,), t.storage_offset()).view(torch.uint8)
 
 
-def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Send `sends[r]` (pieces) to rank r; receive `lengths[r]` elements from rank r, flat."""
+def start_transport(
+    sends: Sequence[Sequence[Tensor]], lengths: Sequence[int], like: Tensor, group: str, wait: bool = False
+) -> "PendingParts":
+    """Start sending `sends[r]` (pieces) to rank r and receiving `lengths[r]` elements from rank r.
+
+    Args:
+        wait: come back when all is done. Either way the other ranks may do as they like.
+    """
     item = like.element_size()
     pieces = [[_bytes(p) for p in to] for to in sends]
     in_splits = [sum(p.numel() for p in to) for to in pieces]
@@ -103,121 +107,37 @@ def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, 
     )
     received = torch.empty(sum(out_splits), dtype=torch.uint8, device=like.device)
     traffic.note(sent.numel())
-    dist.all_to_all_single(received, sent, out_splits, in_splits, group=group)
-    return [part.view(like.dtype) for part in received.split(out_splits)]
+    work = dist.all_to_all_single(received, sent, out_splits, in_splits, group=group_of(group), async_op=not wait)
+    return PendingParts(work, sent, [part.view(like.dtype) for part in received.split(out_splits)])
 
 
-@traceable(lambda *call: _exchanged_shape(*call))
-def exchange(
-    t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, pad: tuple[int, int] = (0, 0), fill: float = 0.0
-) -> Tensor:
-    """Rank r receives the concatenation of the global intervals `wanted[r]` of `dim`, wherever they live.
+class PendingParts:
+    """An exchange under way; `wait()` gives what each rank sent, flat."""
 
-    Args:
-        t: this rank's shard; `sizes` says how `dim` is cut over the group.
-        wanted: per rank its intervals, inside `[0, sum(sizes))`; known to all ranks.
-        pad, fill: rows of a constant to put before and after, on this rank.
-    """
-    pg = group_of(group)
-    own, me = own_intervals(sizes), pg.rank()
-    if all(w == (o,) for w, o in zip(wanted, own, strict=True)):
-        return _padded([t], t, dim, pad, fill)
-    sends = [
-        [_rows(t, dim, o, own[me]) for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
-        for r in range(len(own))
-    ]
-    row = _row_numel(t, dim)
-    lengths = [_common(own[r], wanted[me]) * row if r != me else 0 for r in range(len(own))]
-    received = _transport(sends, lengths, t, pg) if _any_traffic(own, wanted) else [t.new_empty(0)] * len(own)
-    at, pieces = [0] * len(own), []
-    for w in wanted[me]:
-        for r in range(len(own)):
-            o = overlap(own[r], w)
-            if o is None:
-                continue
-            if r == me:
-                pieces.append(_rows(t, dim, o, own[me]))
-            else:
-                n = (o[1] - o[0]) * row
-                pieces.append(received[r].narrow(0, at[r], n).view(_with(t.shape, dim, o[1] - o[0])))
-                at[r] += n
-    return _padded(pieces, t, dim, pad, fill)
+    def __init__(self, work: dist.Work | None, sent: Tensor, parts: list[Tensor]) -> None:
+        self._work, self._sent, self._parts = work, sent, parts
+
+    def wait(self) -> list[Tensor]:
+        """Block until it is done."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._parts
 
 
-def _padded(pieces: list[Tensor], like: Tensor, dim: int, pad: tuple[int, int], fill: float) -> Tensor:
-    """Join pieces, with rows of a constant around them; a lone piece is handed on as it is."""
-    before, after = (like.new_full(_with(like.shape, dim, n), fill) if n else None for n in pad)
-    parts = [*([before] if before is not None else []), *pieces, *([after] if after is not None else [])]
-    if not parts:
-        return like.new_empty(_with(like.shape, dim, 0))
-    if _is_row_major(like):
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    if len(parts) == 1 and pieces and parts[0].stride() == like.stride():
-        return parts[0]
-    out, at = _empty_like_order(_with(like.shape, dim, sum(p.shape[dim] for p in parts)), like), 0
-    for p in parts:
-        out.narrow(dim, at, p.shape[dim]).copy_(p)
-        at += p.shape[dim]
-    return out
+def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, group: str) -> list[Tensor]:
+    return start_transport(sends, lengths, like, group, wait=True).wait()
 
 
-def _is_row_major(t: Tensor) -> bool:
-    """True unless the dims lie in memory in another order (channels_last); what arrives is always row-major."""
-    strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if n != 1]
-    return 0 in strides or strides == sorted(strides, reverse=True)
-
-
-def _empty_like_order(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A dense tensor whose dims lie in memory as those of `like`."""
-    strides = like.stride()
-    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-    return like.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
-
-
-@traceable(lambda g, dim, sizes, wanted, group: _with(g.shape, dim, sizes[group_rank(group)]))
-def exchange_back(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
-    """The transpose of `exchange`: each piece of `g` goes home and is added there."""
-    pg = group_of(group)
-    own, me = own_intervals(sizes), pg.rank()
-    row = _row_numel(g, dim)
-    shape = _with(g.shape, dim, sizes[me])
-    out = g.new_zeros(shape) if _is_row_major(g) else _empty_like_order(shape, g).zero_()
-    sends: list[list[Tensor]] = [[] for _ in own]
-    base = 0
-    for w in wanted[me]:
-        for r in range(len(own)):
-            o = overlap(own[r], w)
-            if o is None:
-                continue
-            piece = g.narrow(dim, base + o[0] - w[0], o[1] - o[0])
-            if r == me:
-                _rows(out, dim, o, own[me]).add_(piece)
-            else:
-                sends[r].append(piece)
-        base += w[1] - w[0]
-    lengths = [_common(own[me], wanted[r]) * row if r != me else 0 for r in range(len(own))]
-    if not _any_traffic(own, wanted):
-        return out
-    received = _transport(sends, lengths, g, pg)
-    for r in range(len(own)):
-        at = 0
-        for w in wanted[r] if r != me else ():
-            if o := overlap(own[me], w):
-                n = (o[1] - o[0]) * row
-                _rows(out, dim, o, own[me]).add_(received[r].narrow(0, at, n).view(_with(g.shape, dim, o[1] - o[0])))
-                at += n
-    return out
-
-
-@traceable(lambda t, dim, sizes, group: _with(t.shape, dim, sum(sizes)))
+@traceable(lambda t, dim, sizes, group: with_size(t.shape, dim, sum(sizes)))
 def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     """The whole of `dim` on every rank. Shards are padded to the longest where the backend wants equal lengths."""
     pg = group_of(group)
     if pg.size() == 1:
         return t
-    longest, row = max(sizes), _row_numel(t, dim)
+    longest, row = max(sizes), row_numel(t, dim)
     if longest * row == 0:
-        return t.new_empty(_with(t.shape, dim, sum(sizes)))
+        return t.new_empty(with_size(t.shape, dim, sum(sizes)))
     flat = _bytes(t)
     per = longest * row * t.element_size()
     if flat.numel() != per:
@@ -226,8 +146,8 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     traffic.note(per)
     _all_gather_flat(out, flat, group=pg)
     item = t.element_size() * row
-    parts = [out.narrow(0, r * per, n * item).view(t.dtype).view(_with(t.shape, dim, n)) for r, n in enumerate(sizes)]
-    return torch.cat(parts, dim)
+    rows = [out.narrow(0, r * per, n * item).view(t.dtype) for r, n in enumerate(sizes)]
+    return torch.cat([p.view(with_size(t.shape, dim, n)) for p, n in zip(rows, sizes, strict=True)], dim)
 
 
 @traceable(lambda *call: _all_to_all_shape(*call))
@@ -238,16 +158,16 @@ def all_to_all_v(t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, ca
         return t
     me = pg.rank()
     parts = t.split(split_sizes, split_dim)
-    shape = _with(t.shape, split_dim, split_sizes[me])
+    shape = with_size(t.shape, split_dim, split_sizes[me])
     row = math.prod(shape[:cat_dim]) * math.prod(shape[cat_dim + 1 :])
     lengths = [n * row if r != me else 0 for r, n in enumerate(cat_sizes)]
     sends = [[p] if r != me else [] for r, p in enumerate(parts)]
-    received = _transport(sends, lengths, t, pg)
-    pieces = [parts[me] if r == me else received[r].view(_with(shape, cat_dim, n)) for r, n in enumerate(cat_sizes)]
+    received = _transport(sends, lengths, t, group)
+    pieces = [parts[me] if r == me else received[r].view(with_size(shape, cat_dim, n)) for r, n in enumerate(cat_sizes)]
     return torch.cat(pieces, cat_dim)
 
 
-@traceable(lambda t, dim, sizes, group, op: _with(t.shape, dim, sizes[group_rank(group)]))
+@traceable(lambda t, dim, sizes, group, op: with_size(t.shape, dim, sizes[group_rank(group)]))
 def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "sum") -> Tensor:
     """Reduce over the group and keep this rank's piece of `dim`."""
     pg = group_of(group)
@@ -262,7 +182,7 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
         [[p] if r != me else [] for r, p in enumerate(parts)],
         [mine.numel() if r != me else 0 for r in range(pg.size())],
         t,
-        pg,
+        group,
     )
     wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
     total: Tensor | None = None
@@ -358,33 +278,17 @@ def device_of(device_type: str) -> torch.device:
 
 
 # ---------------------------------------------------------------------- integers
-def _with(shape: Sequence[int], dim: int, n: int) -> list[int]:
+def with_size(shape: Sequence[int], dim: int, n: int) -> list[int]:
+    """`shape` with another size of one dim."""
     return [*shape[:dim], n, *shape[dim + 1 :]]
-
-
-def _exchanged_shape(
-    t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, pad: tuple[int, int], fill: float
-) -> list[int]:
-    return _with(t.shape, dim, sum(pad) + sum(hi - lo for lo, hi in wanted[group_rank(group)]))
 
 
 def _all_to_all_shape(
     t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, cat_sizes: Sizes, group: str
 ) -> list[int]:
-    return _with(_with(t.shape, split_dim, split_sizes[group_rank(group)]), cat_dim, sum(cat_sizes))
+    return with_size(with_size(t.shape, split_dim, split_sizes[group_rank(group)]), cat_dim, sum(cat_sizes))
 
 
-def _row_numel(t: Tensor, dim: int) -> int:
+def row_numel(t: Tensor, dim: int) -> int:
+    """Number of elements of one row of `dim`."""
     return math.prod(t.shape[:dim]) * math.prod(t.shape[dim + 1 :])
-
-
-def _rows(t: Tensor, dim: int, interval: Interval, own: Interval) -> Tensor:
-    return t.narrow(dim, interval[0] - own[0], interval[1] - interval[0])
-
-
-def _common(own: Interval, wanted: tuple[Interval, ...]) -> int:
-    return sum(o[1] - o[0] for w in wanted if (o := overlap(own, w)))
-
-
-def _any_traffic(own: tuple[Interval, ...], wanted: Wanted) -> bool:
-    return any(_common(own[s], wanted[r]) for r in range(len(own)) for s in range(len(own)) if s != r)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard.exchange import exchange
 from dpzoo.shard.partition import moved, own_intervals, starts
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 
@@ -70,7 +71,7 @@ def _step(
         return lambda t: t.narrow(new, at, size)
     if old == new:
         wanted = tuple((i,) for i in own_intervals(new_sizes))
-        return lambda t: comm.exchange(t, old, old_sizes, wanted, group)
+        return lambda t: exchange(t, old, old_sizes, wanted, group)
     return lambda t: comm.all_to_all_v(t, new, new_sizes, old, old_sizes, group)
 
 

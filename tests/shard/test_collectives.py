@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard.exchange import exchange, exchange_back
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.testing import column_mesh, distributed, domain_mesh, grid_mesh, row_mesh
 
@@ -68,9 +69,9 @@ def test_exchange_and_its_transpose(mesh):
     wishes = [((0, 9),), ((2, 5), (7, 9)), (), ((4, 4), (0, 1), (0, 1))]
     for sizes in cuts(9, ranks):
         wanted = tuple(wishes[(me_ + 1) % 4] for me_ in range(ranks))
-        found = comm.exchange(piece(full, 1, sizes, me), 1, sizes, wanted, group)
+        found = exchange(piece(full, 1, sizes, me), 1, sizes, wanted, group)
         assert torch.equal(found, torch.cat([full[:, :0], *(full[:, lo:hi] for lo, hi in wanted[me])], 1))
-        back = comm.exchange_back(torch.ones_like(found), 1, sizes, wanted, group)
+        back = exchange_back(torch.ones_like(found), 1, sizes, wanted, group)
         count = torch.zeros(2, 9, dtype=full.dtype)
         for lo, hi in itertools.chain(*wanted):
             count[:, lo:hi] += 1
@@ -86,7 +87,7 @@ def test_every_dtype_travels(dtype):
     assert torch.equal(comm.broadcast(full if me == 1 else torch.zeros_like(full), 1, group), full)
     wanted = (((3, 4),), ((0, 4),), ((1, 2),))
     lo, hi = wanted[me][0]
-    assert torch.equal(comm.exchange(piece(full, 0, sizes, me), 0, sizes, wanted, group), full[lo:hi])
+    assert torch.equal(exchange(piece(full, 0, sizes, me), 0, sizes, wanted, group), full[lo:hi])
     total = comm.all_reduce(full, group)
     assert total.dtype is dtype and torch.equal(total, full if dtype is torch.bool else full * 3)
 
@@ -131,9 +132,9 @@ def test_nothing_is_sent_when_nothing_moves(ranks):
     own = tuple(((2 * r, 2 * r + 2),) for r in range(ranks))
     inner = tuple(((2 * r, 2 * r + 1),) for r in range(ranks))
     with CommDebugMode() as sent:
-        assert comm.exchange(t, 0, sizes, own, group) is t
-        comm.exchange(t, 0, sizes, inner, group)
-        comm.exchange_back(t[:1], 0, sizes, inner, group)
+        assert exchange(t, 0, sizes, own, group) is t
+        exchange(t, 0, sizes, inner, group)
+        exchange_back(t[:1], 0, sizes, inner, group)
         comm.all_gather_v(t[:0], 0, (0,) * ranks, group)
         comm.all_reduce(t[:0], group)
         if ranks == 1:

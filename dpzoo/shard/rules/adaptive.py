@@ -110,10 +110,12 @@ def _adaptive(dims: int, kind: str) -> Callable[..., Any]:
     func: Any = getattr(F, f"adaptive_{kind}_pool{dims}d")
 
     def answer(called: Any, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        indexed = return_indices or called is getattr(torch, f"adaptive_max_pool{dims}d", None)
-        if not isinstance(input, ShardTensor) or indexed:
+        indexed = return_indices or called in _INDEXED[dims]
+        if not isinstance(input, ShardTensor):
             return gather_call(func, (), (input, output_size), {"return_indices": True} if indexed else {})
         shape = output_shape(func, input, output_size)
+        if indexed:
+            return _with_indices(input, _INDEXED[dims][0], dims, shape, output_size)
         x: Any = input.float() if kind == "avg" and input.dtype.itemsize == 2 else input
         return _pooled(x, func, dims, shape, kind).to(input.dtype)
 
@@ -141,8 +143,79 @@ def _run_whole(t: Tensor, func: Any, size: Sequence[int], first: int) -> Tensor:
     return out
 
 
+# ---------------------------------------------------------------------- maximum and where it is
+_INDEXED: dict[int, tuple[Any, ...]] = {
+    n: tuple(
+        f
+        for f in (getattr(F, f"adaptive_max_pool{n}d_with_indices"), getattr(torch, f"adaptive_max_pool{n}d", None))
+        if f is not None
+    )
+    for n in (1, 2, 3)
+}
+
+
+def _with_indices(x: ShardTensor, func: Any, dims: int, shape: Sequence[int], output_size: Any) -> Any:
+    """Maxima and their flat indices in the global plane; each output row of a cut dim is one call of torch's op."""
+    first, spec = x.ndim - dims, whole_values(x._spec)
+    cut = {d: a for d, a in spec.cut_dims.items() if d >= first}
+    if any(shape[d] < len(spec.sizes[a]) for d, a in cut.items()) or not x.numel():
+        return gather_call(func, (), (x, output_size), {})  # fewer rows than ranks: some would hold all the rows
+    local, sizes, rows, starts_at = to_shard(x, spec), list(spec.sizes), {}, {}
+    for d, axis in cut.items():
+        n, m, me = x.shape[d], shape[d], spec.layout.coords[axis]
+        sizes[axis] = _out_sizes(spec.sizes[axis], m)
+        outputs = own_intervals(sizes[axis])
+        spans = [_bounds(n, m, *o) for o in outputs]
+        wanted = tuple((s,) if s[0] < s[1] else () for s in spans)
+        local = fetch(local, d, spec.sizes[axis], wanted, spec.layout.groups[axis])
+        bins = [_bounds(n, m, j, j + 1) for j in range(*outputs[me])]
+        rows[d], starts_at[d] = [(lo - spans[me][0], hi - spans[me][0]) for lo, hi in bins], spans[me][0]
+    missing = [d for d in range(x.ndim) if local.shape[d] == 0]
+    local = fill_empty(local, missing, 0)
+    values, index = _maxima(
+        local, func, first, [1 if d in cut else shape[d] for d in range(first, x.ndim)], rows, x, starts_at
+    )
+    for d in missing:
+        values, index = values.narrow(d, 0, 0), index.narrow(d, 0, 0)
+    return global_of(values, spec, spec.cuts, sizes), global_of(index, spec, spec.cuts, sizes)
+
+
+def _maxima(
+    t: Tensor,
+    func: Any,
+    first: int,
+    size: Sequence[int],
+    rows: dict[int, list[Interval]],
+    x: ShardTensor,
+    starts_at: dict[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Pool `t`, whose rows of dim d begin at global row `starts_at[d]`, into one output per interval of `rows[d]`."""
+    if not rows:
+        values, index = func(t, list(size))
+        return values, _in_global_plane(index, t.shape, x.shape, first, starts_at)
+    (d, bins), *rest = rows.items()
+    parts = [
+        _maxima(t.narrow(d, lo, hi - lo), func, first, size, dict(rest), x, {**starts_at, d: starts_at[d] + lo})
+        for lo, hi in bins or [(0, 1)]
+    ]
+    values, index = (torch.cat(p, d) for p in zip(*parts, strict=True))
+    return values, index
+
+
+def _in_global_plane(
+    index: Tensor, shape: Sequence[int], whole: Sequence[int], first: int, starts_at: dict[int, int]
+) -> Tensor:
+    """Flat indices into a part of the spatial plane, as flat indices into all of it."""
+    flat, step = torch.zeros_like(index), 1
+    for d in reversed(range(first, len(whole))):
+        flat = flat + (index % shape[d] + starts_at.get(d, 0)) * step
+        index, step = index // shape[d], step * whole[d]
+    return flat
+
+
 for _n in (1, 2, 3):
     for _kind in ("avg", "max"):
         _name = f"adaptive_{_kind}_pool{_n}d"
         _funcs = dict.fromkeys((getattr(F, _name), getattr(torch, _name, getattr(F, _name))))
         handler(*_funcs, name=_name)(_adaptive(_n, _kind))
+    handler(_INDEXED[_n][0], name=f"adaptive_max_pool{_n}d_with_indices")(_adaptive(_n, "max"))

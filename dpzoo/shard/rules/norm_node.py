@@ -63,12 +63,16 @@ class Rows:
         return rows.repeat_interleave(c // self.groups)
 
 
-def merged_moments(lines: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each row, float64; the same on all ranks that share it."""
+def merged_moments(lines: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance of each row, float64; the same on all ranks that share it.
+
+    And memory of the size of `lines` that the caller may write to: to touch new pages costs more than a pass.
+    """
     k, length = lines.shape[1:]
+    scratch = lines
     if lines.numel():
         # Groups of one channel: one pass of a kernel that adds up by Welford's method (1 / inf where nothing varies).
-        _, mean, rstd = aten.native_group_norm(lines, None, None, 1, k, length, k, 0.0)
+        scratch, mean, rstd = aten.native_group_norm(lines, None, None, 1, k, length, k, 0.0)
         mean, m2 = mean.flatten().double(), rstd.flatten().double().pow(-2) * length
     else:
         mean = m2 = lines.new_zeros(k, dtype=torch.float64)
@@ -77,11 +81,11 @@ def merged_moments(lines: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     spread = m2.sum(1) + (mean - merged).square().sum(1) * length
     count = torch.full_like(spread, mean.shape[1] * length)
     if not rows.axes:
-        return merged.flatten(), spread / rows.count
+        return merged.flatten(), spread / rows.count, scratch
     parts = stack_over(torch.stack((merged.flatten(), spread, count)), rows.spec, rows.axes)
     means, spreads, counts = parts.unbind(1)
     total = (means * counts).sum(0) / rows.count
-    return total, (spreads + counts * (means - total).square()).sum(0) / rows.count
+    return total, (spreads + counts * (means - total).square()).sum(0) / rows.count, scratch
 
 
 class NormNode(torch.autograd.Function):
@@ -92,9 +96,9 @@ class NormNode(torch.autograd.Function):
         ctx: Any, x: ShardTensor, w: Tensor | None, b: Tensor | None, rows: Rows, composed: Any
     ) -> tuple[ShardTensor, Tensor, Tensor]:
         lines = _lines(x._local_tensor)
-        mean, var = merged_moments(lines, rows)
+        mean, var, scratch = merged_moments(lines, rows)
         per_line = rows.spread(mean).to(lines.dtype), rows.spread(var).to(lines.dtype)
-        out = _transform(lines, _tiled(w, rows, lines, 1.0), _tiled(b, rows, lines, 0.0), *per_line, rows.eps)
+        out = _transform(lines, _tiled(w, rows, lines, 1.0), _tiled(b, rows, lines, 0.0), *per_line, rows.eps, scratch)
         ctx.save_for_backward(x, w, b, *per_line)
         ctx.rows, ctx.composed, ctx.defer = rows, composed, gradients.may_defer()
         local = _as_shard(out, x._local_tensor)
@@ -149,9 +153,15 @@ def _tiled(p: Tensor | None, rows: Rows, like: Tensor, default: float) -> Tensor
     return like.new_full((n * c,), default) if p is None else p.detach().to(like.dtype).repeat(n)
 
 
-def _transform(lines: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def _transform(
+    lines: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """torch's batch_norm with given statistics; into `out` where there is one."""
     if not lines.numel():
         return torch.empty_like(lines)
+    if out is not None:
+        saved = {"save_mean": lines.new_empty(0), "save_invstd": lines.new_empty(0)}
+        return aten.native_batch_norm.out(lines, weight, bias, mean, var, False, 0.0, eps, out=out, **saved)[0]
     return aten.native_batch_norm(lines, weight, bias, mean, var, False, 0.0, eps)[0]
 
 

@@ -2,6 +2,7 @@
 
 max: rows outside are copies of rows that the window sees anyway; indices are global. avg: the divisor of each window is
 the one it has in the global tensor. lp: made of averages, as in torch. Adaptive pooling is in `adaptive.py`.
+max_unpool gathers: an index may point anywhere, and one out of range must be found on every rank.
 """
 
 from __future__ import annotations
@@ -206,3 +207,20 @@ def lp_pool(
     size = math.prod(per_dim(kernel_size, n))
     out = average(input.pow(norm_type), kernel_size, stride, 0, ceil_mode)
     return (torch.sign(out) * F.relu(torch.abs(out))).mul(size).pow(1.0 / norm_type)
+
+
+# ---------------------------------------------------------------------- back to where the maxima were
+@handler(F.max_unpool1d, F.max_unpool2d, F.max_unpool3d, name="max_unpool")
+def max_unpool(
+    func: Any,
+    input: Tensor,
+    indices: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    output_size: Any = None,
+) -> Any:
+    """Values at the indices that a max_pool returned, zeros elsewhere; on gathered tensors."""
+    sizes = (kernel_size, stride, padding, None if output_size is None else tuple(output_size))
+    output_shape(func, input, indices, *sizes)
+    return gather_call(func, (), (input, indices, *sizes), {})

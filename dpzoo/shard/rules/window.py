@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from dpzoo.shard.bridges import fetch, to_shard
-from dpzoo.shard.collectives import Wanted
-from dpzoo.shard.partition import Interval, Sizes, starts
+from dpzoo.shard.exchange import Wanted
+from dpzoo.shard.partition import Interval, Sizes, own_intervals, starts
 from dpzoo.shard.rules.parts import fill_empty, global_of
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
@@ -157,6 +157,7 @@ def run_windows(
     plans: Mapping[int, Windows],
     op: Callable[[Tensor], Any],
     batch_dims: Sequence[int] = (),
+    fetched_by_op: int | None = None,
 ) -> Any:
     """Fetch what each rank needs along every planned dim, run `op` on it, keep this rank's outputs.
 
@@ -164,10 +165,12 @@ def run_windows(
         spec: layout to start from; its cut dims that have no plan are batch-like.
         plans: cut dim -> windows. `op` must not pad these dims. It may return a tuple.
         batch_dims: dims in front of the windows, of which `op` wants at least one row.
+        fetched_by_op: a planned dim that `op` gets as the shard has it, and borrows rows of by itself.
     """
     local = to_shard(x, spec)
     for dim, plan in plans.items():
-        local = fetch_window(local, spec, dim, plan)
+        if dim != fetched_by_op:
+            local = fetch_window(local, spec, dim, plan)
     missing = [d for d in batch_dims if local.shape[d] == 0]
     out = op(fill_empty(local, missing, 0))
     sizes = out_sizes(spec, plans)
@@ -183,9 +186,15 @@ def run_windows(
 def fetch_window(local: Tensor, spec: ShardTensorSpec, dim: int, plan: Windows) -> Tensor:
     """This rank's input rows of one dim, zeros included."""
     axis = spec.cut_dims[dim]
-    return fetch(
-        local, dim, spec.sizes[axis], plan.wanted, spec.layout.groups[axis], plan.pads[spec.layout.coords[axis]]
-    )
+    sizes, pad = spec.sizes[axis], plan.pads[spec.layout.coords[axis]]
+    if pad == (0, 0) and stays(plan, sizes):
+        return local
+    return fetch(local, dim, sizes, plan.wanted, spec.layout.groups[axis], pad)
+
+
+def stays(plan: Windows, sizes: Sizes) -> bool:
+    """Every rank wants the rows it has; the same on all ranks."""
+    return plan.wanted == tuple((o,) for o in own_intervals(sizes))
 
 
 def keep_own(out: Tensor, spec: ShardTensorSpec, plans: Mapping[int, Windows]) -> Tensor:

@@ -166,22 +166,6 @@ CASES = [
     ),
     OpCase("UpsamplingBilinear2d", lambda: nn.UpsamplingBilinear2d(scale_factor=2), **IMAGE, **ONCE),
     OpCase("UpsamplingNearest2d", lambda: nn.UpsamplingNearest2d(size=(20, 6)), **IMAGE, **ONCE),
-    OpCase(
-        "grid_sample",
-        fn=lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
-        shape=[(2, 3, 9, 6), (2, 5, 4, 2)],
-        shard=[2, None],
-        gathers=True,
-        **ONCE,
-    ),
-    OpCase(
-        "affine_grid",
-        fn=lambda x: F.affine_grid(x, [3, 2, 5, 4], align_corners=False),
-        shape=(3, 2, 3),
-        shard=0,
-        gathers=True,
-        **ONCE,
-    ),
 ]
 
 test_interpolate = op_test(CASES)

@@ -13,21 +13,12 @@ from torch import Tensor, nn
 from dpzoo.shard import Shard, ShardTensor, scatter_tensor
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
+from dpzoo.testing import with_derivatives as _second
 
 FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 IMAGE: dict[str, Any] = {"shape": (2, 4, 9, 6), "shard": 2, "mesh2d": (2, 3)}
 HARD = ("even", "uneven", "tiny", "empty", "empty_first", "empty_last")
-
-
-def _second(fn: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`fn` and its first derivatives: a backward through them is a second one."""
-
-    def call(*tensors: Tensor) -> Any:
-        out = fn(*tensors)
-        return (out, *torch.autograd.grad(out.pow(3).sum(), tensors, create_graph=True))
-
-    return call
 
 
 def _trained(norm: nn.Module, steps: int = 2) -> Callable[[], nn.Module]:
@@ -119,7 +110,11 @@ CASES = [
         **ONCE,
     ),
     OpCase(
-        "batch, twice", fn=_second(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)), plain=W4, **IMAGE, **ONCE
+        "batch, twice",
+        fn=_second(lambda x, w, b: F.batch_norm(x, None, None, w, b, True)),
+        plain=W4,
+        **IMAGE,
+        **ONCE,
     ),
     OpCase(
         "batch, evaluation twice",
