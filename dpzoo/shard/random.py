@@ -89,7 +89,11 @@ def _bits(spec: ShardTensorSpec, device: torch.device, streams: int = 1) -> list
     """Independent 53-bit integers for every element of the shard."""
     key = next_key(spec)
     index = _global_index(spec, device)
-    return [_shift(_mix(_mix(index * streams + s + _signed(key)) + _signed(_mix_int(key))), 11) for s in range(streams)]
+    return [_bits_at(key, index * streams + s) for s in range(streams)]
+
+
+def _bits_at(key: int, index: Tensor) -> Tensor:
+    return _shift(_mix(_mix(index + _signed(key)) + _signed(_mix_int(key))), 11)
 
 
 def uniform(spec: ShardTensorSpec, device: torch.device, digits: int = 53) -> Tensor:
@@ -104,6 +108,11 @@ def uniform(spec: ShardTensorSpec, device: torch.device, digits: int = 53) -> Te
 def chance(spec: ShardTensorSpec, device: torch.device, p: float) -> Tensor:
     """The shard of a global boolean tensor that is True with probability `p`."""
     return _bits(spec, device)[0] < int(p * 2**53)
+
+
+def chance_at(key: int, index: Tensor, p: float) -> Tensor:
+    """Which elements, given by their global index, are True with probability `p` in the draw of `key`."""
+    return _bits_at(key, index) < int(p * 2**53)
 
 
 def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:

@@ -1,45 +1,44 @@
-"""scaled_dot_product_attention on sharded sequences.
+"""scaled_dot_product_attention on sharded sequences: every operand and mask may be cut on every dim.
 
-Queries stay where they are. Keys and values that are cut too are gathered while that is cheap (64 MiB), and travel
-around a ring beyond (`kernels/ring_attention.py`), so that no rank holds them whole. `attention_mode` decides.
+Keys that are cut along the sequence are met by `attention_plan.py` (ring, gather, ulysses or split keys); every other
+layout is an ordinary planned rule, in which batch, heads and queries may be cut and keys and values are whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from dpzoo.shard import collectives as comm
-from dpzoo.shard.bridges import from_shard, partial_over, relayout, to_shard
-from dpzoo.shard.dispatch_door import spec_in
-from dpzoo.shard.kernels.ring_attention import ring_attention
+from dpzoo.shard import random
+from dpzoo.shard.kernels.attention_block import wide
+from dpzoo.shard.kernels.attention_dropout import Dropout
 from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, rule
-from dpzoo.shard.rules.parts import global_of
-from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
-from dpzoo.shard.tensor import FUNCTIONS, ShardTensor, wrap
+from dpzoo.shard.rules.attention_choice import Choice, attention_mode, current_mode
+from dpzoo.shard.rules.attention_layout import Call, labels_of
+from dpzoo.shard.rules.attention_plan import SequencePlan, plan_sequence, written_out_arguments
+from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
 
-GATHER_BYTES = 64 * 2**20
-_mode = "auto"
+__all__ = ["attention_choices", "attention_mode"]
+
+_MAX_PLANS = 4096
+_PLANS: dict[Any, Callable[..., Any]] = {}
 
 
-@contextmanager
-def attention_mode(mode: str) -> Iterator[None]:
-    """How cut keys and values reach the queries inside the block: "auto" (by size), "gather" or "ring"."""
-    global _mode
-    if mode not in ("auto", "gather", "ring"):
-        raise ValueError(f"attention_mode takes 'auto', 'gather' or 'ring', got {mode!r}")
-    before, _mode = _mode, mode
-    try:
-        yield
-    finally:
-        _mode = before
+def attention_choices() -> list[tuple[str, Choice]]:
+    """Layouts of attention met so far with keys that are cut, and the way each goes, with the reason."""
+    return [
+        (", ".join(spec.describe() for spec in plan.specs), plan.choice)
+        for plan in _PLANS.values()
+        if isinstance(plan, SequencePlan)
+    ]
 
 
 def sdpa(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -48,219 +47,209 @@ def sdpa(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if attn_mask is not None and is_causal:
-        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
-    if dropout_p > 0.0:
-        if is_causal:
-            attn_mask = _causal_mask(query, key)
-        return _with_dropout(query, key, value, attn_mask, dropout_p, scale, enable_gqa)
-    shared = _shared_sequence(query, key, value) if attn_mask is None else None
-    if shared is not None and _ring_pays(key, value):
-        return _ring(query, key, value, shared, is_causal, scale, enable_gqa)
-    if is_causal:
-        attn_mask = _causal_mask(query, key)
-    elif shared is not None and shared.same_heads and not torch._C._is_any_autocast_enabled():
-        return _gathered(query, key, value, shared, scale)
-    return RULE_OF["sdpa"](F.scaled_dot_product_attention, (), (query, key, value, attn_mask, scale, enable_gqa), {})
+    if torch._C._is_any_autocast_enabled():
+        return _autocast(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    mode = current_mode()
+    key_of = (_id(query), _id(key), _id(value), _id(attn_mask), dropout_p, is_causal, scale, enable_gqa, mode)
+    plan = _PLANS.get(key_of)
+    if plan is not None:
+        return plan(query, key, value, attn_mask)
+    q, k, v, mask = (
+        ShardTensor.from_dtensor(t) if isinstance(t, DTensor) else t for t in (query, key, value, attn_mask)
+    )
+    _refuse_what_torch_refuses(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    call = Call(1.0 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale, is_causal, dropout_p, False, mode)
+    heads = (k.shape[-3], v.shape[-3]) if enable_gqa and q.ndim > 2 else ()
+    if heads and heads != (q.shape[-3],) * 2:
+        q, k, v, mask, call = _grouped(q, k, v, mask, call)
+        return _attention(q, k, v, mask, call, None).flatten(-4, -3)
+    return _attention(q, k, v, mask, call, key_of)
+
+
+def _not_nested(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Asked by `nn.TransformerEncoder` before it packs padded samples: a cut sequence takes the ordinary way."""
+    return False
 
 
 FUNCTIONS[F.scaled_dot_product_attention] = sdpa
+FUNCTIONS[torch._nested_tensor_from_mask_left_aligned] = _not_nested
 
 
-def _ring_pays(k: Tensor, v: Tensor) -> bool:
-    return _mode == "ring" or (_mode == "auto" and (k.numel() + v.numel()) * k.dtype.itemsize > GATHER_BYTES)
+def _id(t: Any) -> Any:
+    """What a plan depends on."""
+    if t is None or t.__class__ is ShardTensor:
+        return None if t is None else t._spec
+    return t._spec if isinstance(t, ShardTensor) else (t.__class__, t.shape, t.dtype)
 
 
-def _causal_mask(q: Tensor, k: Tensor) -> Tensor:
-    """Query i sees keys j <= i, by global index."""
-    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+def _attention(q: Any, k: Any, v: Any, mask: Any, call: Call, key_of: Any) -> Any:
+    """Operands as torch takes them, or grouped: find the plan, or leave the call to the planned rule."""
+    if key_of is None:
+        key_of = (_id(q), _id(k), _id(v), _id(mask), call)
+        plan = _PLANS.get(key_of)
+        if plan is not None:
+            return plan(q, k, v, mask)
+    spread = _spread(q, k, v, call.grouped)
+    sequence = plan_sequence(*spread, mask, call)
+    plan = sequence or partial(_planned, call)
+    if sequence is None or all(a is b for a, b in zip(spread, (q, k, v), strict=True)):
+        if len(_PLANS) >= _MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key_of] = plan
+    if sequence is None:
+        return plan(q, k, v, mask)
+    out = plan(*spread, mask)
+    return out if q.ndim > 2 else out.squeeze(0)
 
 
-# ---------------------------------------------------------------------- one sequence, cut alike for all three
-class _Shared(NamedTuple):
-    """Queries, keys and values cut along the sequence by one axis, every other cut the same."""
-
-    axis: int
-    group: str
-    q_sizes: tuple[int, ...]
-    kv_sizes: tuple[int, ...]
-    same_heads: bool
-
-
-_SHARED: dict[Any, _Shared | None] = {}
+def _planned(call: Call, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    if call.dropout > 0.0:
+        sharded = next(t for t in (q, k, v, mask) if isinstance(t, ShardTensor))
+        dropout = (random.next_key(sharded._spec), call.dropout)
+        return RULE_OF["sdpa"](
+            F.scaled_dot_product_attention, (), written_out_arguments(q, k, v, mask, call, dropout), {}
+        )
+    rows = torch.arange(q.shape[-2], device=q.device) if call.causal else None
+    return RULE_OF["sdpa"](F.scaled_dot_product_attention, (), (q, k, v, mask, rows, None, None, call, False), {})
 
 
-def _shared_sequence(q: Tensor, k: Tensor, v: Tensor) -> _Shared | None:
-    if not (isinstance(q, ShardTensor) and isinstance(k, ShardTensor) and isinstance(v, ShardTensor)):
-        return None
-    specs = (q._spec, k._spec, v._spec)
-    if specs not in _SHARED:
-        if len(_SHARED) > 4096:
-            _SHARED.clear()
-        _SHARED[specs] = _find_shared(*specs)
-    return _SHARED[specs]
-
-
-def _find_shared(q: ShardTensorSpec, k: ShardTensorSpec, v: ShardTensorSpec) -> _Shared | None:
-    n = q.ndim
-    axis = q.axis_of(n - 2)
-    if axis is None or q.layout.shape[axis] == 1 or n < 3 or not n == k.ndim == v.ndim:
-        return None
-    others = [tuple(z for a, z in enumerate(s.sizes) if a != axis) for s in (q, k, v)]
-    alike = (
-        q.layout is k.layout is v.layout
-        and q.cuts == k.cuts == v.cuts
-        and others[0] == others[1] == others[2]
-        and k.sizes == v.sizes
-        and q.dtype is k.dtype is v.dtype
-        and k.shape[:-1] == v.shape[:-1]
-        and q.shape[:-3] == k.shape[:-3]
-        and q.shape[-1] == k.shape[-1]
-    )
-    whole_channels = n - 1 not in q.cuts and not q.is_partial
-    if not (alike and whole_channels and q.shape.numel() and k.shape.numel() and v.shape.numel()):
-        return None
-    same_heads = q.shape[-3] == k.shape[-3]
-    if not same_heads and (q.shape[-3] % k.shape[-3] or n - 3 in q.cuts):
-        return None
-    return _Shared(axis, q.layout.groups[axis], q.sizes[axis], k.sizes[axis], same_heads)
-
-
-def _gathered(q: Any, k: Any, v: Any, shared: _Shared, scale: float | None) -> Tensor:
-    """Keys and values in one gather, and their gradients in one reduce-scatter."""
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        whole_k, whole_v = _GatherPair.apply(k, v, shared)
-    else:
-        whole_k, whole_v = _gather_pair(k._local_tensor, v._local_tensor, shared)
-    local = _local_attention(to_shard(q, q._spec), whole_k, whole_v, None, scale, False)
-    return from_shard(local, spec_in(local, q._spec.layout, q._spec.cuts, q._spec.sizes))
-
-
-def _gather_pair(k: Tensor, v: Tensor, shared: _Shared) -> tuple[Tensor, Tensor]:
-    both = torch.cat((k, v), -1)
-    whole = comm.all_gather_v(both, both.ndim - 2, shared.kv_sizes, shared.group)
-    return whole.split((k.shape[-1], v.shape[-1]), -1)  # type: ignore[return-value]
-
-
-class _GatherPair(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: ShardTensor, v: ShardTensor, shared: _Shared) -> tuple[Tensor, Tensor]:
-        ctx.shared, ctx.specs = shared, (k._spec, v._spec)
-        return _gather_pair(k._local_tensor, v._local_tensor, shared)
-
-    @staticmethod
-    def backward(ctx: Any, gk: Tensor, gv: Tensor) -> Any:
-        shared, (k_spec, v_spec) = ctx.shared, ctx.specs
-        if torch.is_grad_enabled():
-            return *_pair_home(gk, gv, shared, k_spec, v_spec), None
-        both = torch.cat((gk, gv), -1)
-        mine = comm.reduce_scatter_v(both, both.ndim - 2, shared.kv_sizes, shared.group)
-        gk, gv = mine.split((gk.shape[-1], gv.shape[-1]), -1)
-        return wrap(gk, k_spec.for_local(gk)), wrap(gv, v_spec.for_local(gv)), None
-
-
-def _pair_home(gk: Tensor, gv: Tensor, shared: _Shared, *specs: ShardTensorSpec) -> tuple[Tensor, Tensor]:
-    """The gradients of a gathered pair as a differentiable call, for second derivatives."""
-    home = []
-    for g, spec in zip((gk, gv), specs, strict=True):
-        cuts = [REPLICATED if a == shared.axis else c for a, c in enumerate(spec.cuts)]
-        whole = spec.like(cuts=cuts, sizes=[() if a == shared.axis else z for a, z in enumerate(spec.sizes)])
-        home.append(relayout(from_shard(g, partial_over(whole.for_local(g), (shared.axis,))), spec))
-    return home[0], home[1]
-
-
-def _ring(q: Any, k: Any, v: Any, shared: _Shared, causal: bool, scale: float | None, enable_gqa: bool) -> Any:
-    if not shared.same_heads and not enable_gqa:
-        probe(F.scaled_dot_product_attention, q, k, v)  # torch says what is wrong with the heads
-    spec = q._spec
-    locals_ = [to_shard(t, t._spec) for t in (q, k, v)]
-    kind = q.device.type
+# ---------------------------------------------------------------------- before planning
+def _autocast(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool) -> Any:
+    """Cast as autocast would, then run without it: what is inside has dtypes of its own."""
+    kind = next(t for t in (q, k, v, mask) if isinstance(t, ShardTensor)).device.type
     if torch.is_autocast_enabled(kind):
-        locals_ = [t.to(torch.get_autocast_dtype(kind)) for t in locals_]
-    if not shared.same_heads:  # every key head serves a group of query heads: broadcast, so that it travels once
-        heads = k.shape[-3]
-        locals_[0] = locals_[0].unflatten(-3, (heads, q.shape[-3] // heads))
-        locals_[1:] = [t.unsqueeze(-3) for t in locals_[1:]]
-    out = ring_attention(
-        *locals_,
-        q_sizes=shared.q_sizes,
-        kv_sizes=shared.kv_sizes,
-        group=shared.group,
-        causal=causal,
-        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
-    )
-    if not shared.same_heads:
-        out = out.flatten(-4, -3)
-    return global_of(out, spec, spec.cuts, spec.sizes)
+        to = torch.get_autocast_dtype(kind)
+        q, k, v, mask = (
+            t.to(to) if t is not None and t.is_floating_point() and t.dtype is not torch.float64 else t
+            for t in (q, k, v, mask)
+        )
+    with torch.amp.autocast("cpu", enabled=False), torch.amp.autocast("cuda", enabled=False):
+        return _sdpa(q, k, v, mask, p, causal, scale, gqa)
 
 
-# ---------------------------------------------------------------------- any other layout
-def _with_dropout(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Attention written out, since the dropped weights must not depend on how the scores are cut."""
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-    scores = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if mask is None:
-        weights = scores.softmax(-1)
-    elif mask.dtype is torch.bool:  # a query that sees no key gets zeros
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).masked_fill(~mask, 0.0)
-    else:
-        weights = (scores + mask).softmax(-1)
-    return F.dropout(weights, p).to(v.dtype) @ v
+def _refuse_what_torch_refuses(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None, gqa: bool
+) -> None:
+    if mask is not None and causal:
+        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    probe(F.scaled_dot_product_attention, q, k, v, mask, p, causal, scale=scale, enable_gqa=gqa)
 
 
+def _grouped(q: Any, k: Any, v: Any, mask: Any, call: Call) -> tuple[Any, Any, Any, Any, Call]:
+    """Grouped queries as one more dim, along which keys and values are broadcast."""
+    heads = q.shape[-3]
+    if k.shape[-3] != v.shape[-3]:
+        k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
+    groups = (k.shape[-3], heads // k.shape[-3])
+    if mask is not None and mask.ndim > 2:
+        mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, groups)
+    call = call._replace(grouped=True)
+    return q.unflatten(-3, groups), k.unsqueeze(-3), v.unsqueeze(-3), mask, call
+
+
+def _spread(q: Any, k: Any, v: Any, grouped: bool) -> tuple[Any, Any, Any]:
+    """Lead dims of one size, and at least one of them."""
+    if q.ndim == k.ndim == v.ndim == 2:
+        return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    own = 1 if grouped else 0  # the last lead dim of grouped queries is theirs alone
+    leads = [t.shape[: t.ndim - 2 - own] for t in (q, k, v)]
+    if leads[0] == leads[1] == leads[2]:
+        return q, k, v
+    lead = torch.broadcast_shapes(*leads)
+    return tuple(t.expand(*lead, *t.shape[t.ndim - 2 - own :]) for t in (q, k, v))  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------------- keys and values whole on every rank
 @rule(name="sdpa")
 def _sdpa_rule(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    rows: Tensor | None,
+    lead: Tensor | None,
+    key_of_dropout: Tensor | None,
+    call: Call,
+    written_out: bool,
 ) -> Dims | None:
-    """Batch, heads and queries may be cut; keys and values are brought to each rank whole."""
-    if any(t.ndim < 2 for t in (query, key, value) if t is not None):
+    """Batch, heads and queries may be cut. `rows` and `lead` number the queries and the lead dims globally."""
+    if any(t.ndim < 2 for t in (query, key, value)):
         return None
-    probe(F.scaled_dot_product_attention, query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
-    batch = _batch(query, key, value, enable_gqa)
+    operands = labels_of(query, key, value, attn_mask, call.grouped)
+    batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    has_mask, has_rows = attn_mask is not None, rows is not None
+    if has_rows:
+        operands.append(("n",))
+    if lead is not None:
+        operands += [tuple(range(len(batch))), ()]
+    shape = (query.shape[-2], key.shape[-2])
 
-    def lead(t: Tensor) -> Labels:
-        first = len(batch) - (t.ndim - 2)
-        return tuple(None if n != batch[first + i] or n == 1 else first + i for i, n in enumerate(t.shape[:-2]))
+    def local(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        left = iter(rest)
+        mask = next(left) if has_mask else None
+        at = next(left) if has_rows else None
+        if written_out:
+            return _written_out(q, k, v, mask, at, list(left), call, shape)
+        causal = call.causal and q.shape[-2] == shape[0]
+        if call.causal and not causal and at is not None:
+            mask = at.unsqueeze(-1) >= torch.arange(shape[1], device=q.device)
+        return _local_attention(q, k, v, mask, causal, call)
 
-    operands: list[Labels] = [(*lead(query), "n", "d"), (*lead(key), "m", "d"), (*lead(value), "m", "e")]
-    whole = frozenset[Any](["d", "m"])
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        whole |= {len(batch) - 1}
-    if attn_mask is not None:
-        rows, columns = attn_mask.shape[-2:]
-        operands.append((*lead(attn_mask), None if rows == 1 else "n", None if columns == 1 else "m"))
-
-    def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return _local_attention(q, k, v, mask, scale, enable_gqa)
-
-    return Dims(operands, [(*range(len(batch)), "n", "e")], local, whole=whole)
-
-
-def _batch(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """Leading dims of the result; with grouped queries the heads are those of the queries."""
-    if not enable_gqa:
-        return torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    return *torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3]), q.shape[-3]
+    whole: frozenset[Any] = frozenset(["d", "m"])
+    out: Labels = (*range(len(batch)), "n", "e")
+    return Dims(operands, [out], local, whole=whole)
 
 
-def _local_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool
+def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, call: Call) -> Tensor:
+    filled = q.numel() and v.numel()
+    if filled and not call.grouped:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale)
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    if not filled:  # torch asks for a query, and of no output forgets the mask: keep graph and shape
+        used = [t.sum() * 0 for t in (q, k, v, mask) if t is not None and t.is_floating_point()]
+        return sum(used) + v.new_zeros((*lead, q.shape[-2], v.shape[-1]))
+    q = q.expand(*lead, *q.shape[-2:]).flatten(-4, -3)
+    if mask is not None and mask.ndim > 2:
+        mask = mask.expand(*mask.shape[:-4], *lead[-2:], *mask.shape[-2:]).flatten(-4, -3)
+    k, v = k.squeeze(-3), v.squeeze(-3)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=True)
+    return out.unflatten(-3, lead[-2:])
+
+
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rows: Tensor | None,
+    dropping: list[Tensor],
+    call: Call,
+    shape: tuple[int, int],
 ) -> Tensor:
-    if q.numel():
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-    # torch asks for at least one query: keep the graph and the shape
-    batch = _batch(q, k, v, enable_gqa)
-    used = [t.sum() * 0 for t in (q, k, v, mask) if t is not None and t.is_floating_point()]
-    return sum(used) + v.new_zeros((*batch, q.shape[-2], v.shape[-1]))
+    """Attention of ops that can be differentiated any number of times."""
+    dtype = q.dtype
+    q, k, v = wide(q), wide(k), wide(v)
+    scores = q @ k.transpose(-2, -1) * call.scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    if call.causal:
+        assert rows is not None
+        scores = scores.masked_fill(rows.unsqueeze(-1) < torch.arange(shape[1], device=q.device), float("-inf"))
+    hidden = scores == float("-inf")
+    blind = hidden.all(-1, keepdim=True)  # a query that sees no key gets zeros, and gives no gradient
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(hidden, 0.0)
+    if dropping:
+        assert rows is not None
+        lead, key = dropping
+        drop = Dropout(int(key), call.dropout, lead, *shape)
+        weights = weights * drop.factors_at(rows, torch.arange(shape[1], device=q.device), weights)
+    return (weights @ v).to(dtype)

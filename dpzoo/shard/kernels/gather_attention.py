@@ -1,0 +1,56 @@
+"""Attention with keys and values gathered: one message each way, the quickest while they are small.
+
+Shapes: see `attention_method.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpzoo.shard import collectives as comm
+from dpzoo.shard.kernels.attention_method import KEEP_BYTES, Gradients, packed, parted
+from dpzoo.shard.kernels.attention_parts import Rules, attend, attend_backward
+from dpzoo.shard.kernels.zigzag import Sequence
+from dpzoo.shard.partition import Sizes
+
+
+class GatherAttention:
+    """Queries and keys cut over one group; with `balanced`, queries lie in zigzag during the call."""
+
+    def __init__(self, q_sizes: Sizes, kv_sizes: Sizes, group: str, balanced: bool = False) -> None:
+        self.group, self.me, self.kv_sizes = group, comm.group_rank(group), kv_sizes
+        self.queries, self.columns = Sequence(q_sizes, group, balanced), ((0, sum(kv_sizes)),)
+
+    def _whole(self, k: Tensor, v: Tensor) -> Tensor:
+        return comm.all_gather_v(packed(k, v), 2, self.kv_sizes, self.group)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `Method.forward`; keeps the output and log-sum-exp, and what was gathered if it is small."""
+        kv, rows = self._whole(k, v), self.queries.held[self.me]
+        out, lse = attend(self.queries.enter(q), *parted(kv, k.shape[-1]), rows, self.columns, rules, mask)
+        return self.queries.leave(out), (out, lse, kv) if kv.nbytes <= KEEP_BYTES else (out, lse)
+
+    def backward(
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        kept: tuple[Tensor, ...],
+        rules: Rules,
+        mask_grad: bool,
+    ) -> Gradients:
+        """See `Method.backward`."""
+        out, lse, *whole = kept
+        kv = whole[0] if whole else self._whole(k, v)
+        q, g = self.queries.enter(q), self.queries.enter(g)
+        rows, (keys, values) = self.queries.held[self.me], parted(kv, k.shape[-1])
+        dq, dk, dv, dmask = attend_backward(
+            g, q, keys, values, out, lse, rows, self.columns, rules, mask, mask_grad
+        )  # fmt: skip
+        share = packed(dk, dv).to(k.dtype)
+        dk, dv = parted(comm.reduce_scatter_v(share, 2, self.kv_sizes, self.group), k.shape[-1])
+        return self.queries.leave(dq.to(q.dtype)), dk, dv, dmask
