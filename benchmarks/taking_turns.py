@@ -1,0 +1,158 @@
+"""Measure settings that take turns, each in processes of its own: rounds of samples, and ratios within a round.
+
+A setting is a function that builds a step, in a process alone or in the ranks of a gloo group. All processes are
+started at first and wait; in a round each setting runs one step, so that a busy machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        build: `build(job, rank, mesh)` makes the step of a rank; a function of a module. Alone, `mesh` is None.
+        ranks: processes that do it together; 0 for one process without a group.
+    """
+
+    name: str
+    build: Callable[..., Step]
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of one process; bytes are the most it held above its level before the step was built (Linux)."""
+
+    wall: float
+    cpu: float
+    memory: int
+    value: Any
+
+
+def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str, list[Sample]]]:
+    """Rounds of samples, per setting one of each process; a first round is warm-up and left out."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        lines: dict[str, list[Connection]] = {}
+        processes = []
+        for setting in settings:
+            lines[setting.name] = []
+            for rank in range(max(1, setting.ranks)):
+                ours, theirs = context.Pipe()
+                lines[setting.name].append(ours)
+                processes.append(context.Process(target=_serve, args=(setting, job, rank, folder, theirs)))
+                processes[-1].start()
+                theirs.close()
+        try:
+            return [_round(lines, list(lines), number, rounds) for number in range(rounds + 1)][1:]
+        finally:
+            for line in (line for group in lines.values() for line in group):
+                with suppress(OSError):  # a process that failed is gone
+                    line.send(False)
+            for process in processes:
+                process.join()
+
+
+def _round(lines: dict[str, list[Connection]], names: list[str], number: int, rounds: int) -> dict[str, list[Sample]]:
+    samples = {}
+    turn = number % len(names)
+    for name in names[turn:] + names[:turn]:
+        for line in lines[name]:
+            line.send(True)
+        samples[name] = [line.recv() for line in lines[name]]
+    print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+    return {name: samples[name] for name in names}
+
+
+def _serve(setting: Setting, job: Any, rank: int, folder: str, line: Connection) -> None:
+    torch.set_num_threads(1)
+    mesh = None
+    if setting.ranks:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(f"{folder}/{setting.name}", setting.ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=setting.ranks, timeout=timedelta(seconds=600)
+        )
+        mesh = init_device_mesh("cpu", (setting.ranks,), mesh_dim_names=("domain",))
+    level = _resident("VmRSS")
+    step = setting.build(job, rank, mesh)
+    while line.recv():
+        line.send(_timed(step, level))
+    if setting.ranks:
+        dist.destroy_process_group()
+
+
+def _timed(step: Step, level: int) -> Sample:
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    cpu, wall = time.process_time(), time.perf_counter()
+    value = step()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Sample(wall, cpu, _resident("VmHWM") - level, value)
+
+
+def _resident(what: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most since the last reset; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(what)), 0)
+
+
+def summarize(rounds: list[dict[str, list[Sample]]], reference: str) -> dict[str, dict[str, Any]]:
+    """Per setting medians, and medians of the ratios to `reference` within a round."""
+    table: dict[str, dict[str, Any]] = {}
+    for name in rounds[0]:
+        wall = [max(s.wall for s in r[name]) for r in rounds]
+        cpu = [sum(s.cpu for s in r[name]) for r in rounds]
+        base = [r[reference][0] for r in rounds]
+        table[name] = {
+            "wall_s": statistics.median(wall),
+            "cpu_s": statistics.median(cpu),
+            "memory_mib": statistics.median(max(s.memory for s in r[name]) for r in rounds) / 2**20,
+            "speedup": statistics.median(b.wall / w for b, w in zip(base, wall, strict=True)),
+            "cpu_ratio": statistics.median(c / b.cpu for c, b in zip(cpu, base, strict=True)),
+            "value": rounds[0][name][0].value,
+        }
+    return table
+
+
+def show(table: dict[str, dict[str, Any]], reference: str, file: Path | None = None) -> None:
+    """Print the table, and write it to a file."""
+    print(f"{'':<16}{'wall s':>9}{'speedup':>9}{'cpu s':>9}{'cpu ratio':>11}{'memory MiB':>12}  value")
+    for name, row in table.items():
+        print(
+            f"{name:<16}{row['wall_s']:>9.3f}{row['speedup']:>8.2f}x{row['cpu_s']:>9.3f}{row['cpu_ratio']:>10.2f}x"
+            f"{row['memory_mib']:>12.0f}  {row['value']}"
+        )
+    print(f"(ratios to {reference!r}, medians of ratios within a round; {os.cpu_count()} cores)")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(table, indent=1))
