@@ -5,6 +5,7 @@ Ordinary torch code runs on it: each op finds a rule, the rule says what each ra
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import dpzoo.shard.operators  # noqa: F401 - gives ShardTensor its operators
 from dpzoo.shard.errors import (
     GatherWarning,
     LayoutError,
@@ -19,7 +20,8 @@ from dpzoo.shard.manager import DistributedManager
 from dpzoo.shard.random import manual_seed
 from dpzoo.shard.ring import RingPassingConfig, perform_ring_iteration
 from dpzoo.shard.rules.attention import attention_mode
-from dpzoo.shard.scatter import scatter, scatter_tensor
+from dpzoo.shard.rules.halo_conv import halo_overlap
+from dpzoo.shard.scattering import scatter, scatter_tensor
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.synchronize import sync_module_over_mesh
 from dpzoo.shard.tensor import ShardTensor, TensorPromotionMode
@@ -41,6 +43,7 @@ __all__ = [
     "UndeterminedShardingError",
     "attention_mode",
     "grad_sync",
+    "halo_overlap",
     "manual_seed",
     "perform_ring_iteration",
     "reset_warnings",

@@ -19,12 +19,12 @@ from dpzoo.shard.diagnose import op_name
 from dpzoo.shard.diagnose import where as where_in
 from dpzoo.shard.errors import ShardError
 from dpzoo.shard.execute import same_mesh
-from dpzoo.shard.op_names import LOCAL_GRADIENT, NATIVE_NAMES, NOT_POINTWISE, POINTWISE_NAMES, REFUSED
+from dpzoo.shard.op_names import LOCAL_GRADIENT, MAY_ALIAS, NATIVE_NAMES, NOT_POINTWISE, POINTWISE_NAMES, REFUSED
 from dpzoo.shard.partition import Sizes
 from dpzoo.shard.plan import Dims
 from dpzoo.shard.registry import run_rule
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
-from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tensor import ShardTensor, wrap
 
 native = torch._C._disabled_torch_function_impl
 
@@ -63,7 +63,11 @@ def classify(func: Any) -> Callable[..., Any]:
         if fallback.is_inplace(func):
             return pointwise_inplace
         special = {"where": where, "sgn": sgn}.get(base_name(func))
-        return special or (_aligned if base_name(func) in LOCAL_GRADIENT else pointwise)
+        if special is not None:
+            return special
+        if base_name(func) in LOCAL_GRADIENT:
+            return _aligned
+        return pointwise_now if isinstance(func, _COMPILED) and base_name(func) not in MAY_ALIAS else pointwise
     if name in NATIVE_NAMES:
         return native
     if name in REFUSED:
@@ -88,6 +92,33 @@ def pointwise(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if spec is None or spec.is_partial:
         return _aligned(func, types, args, kwargs)
     return native(func, types, args, kwargs)
+
+
+def pointwise_now(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`pointwise` of a compiled function whose result is always new: where nothing is recorded, it skips autograd."""
+    if kwargs or torch.is_grad_enabled():
+        return pointwise(func, types, args, kwargs)
+    spec, local = None, []
+    for a in args:
+        if isinstance(a, ShardTensor):
+            if spec is None:
+                spec = a._spec
+            elif a._spec is not spec:
+                return _aligned(func, types, args, kwargs)
+            local.append(a._local_tensor)
+        elif isinstance(a, Tensor):
+            return _aligned(func, types, args, kwargs)
+        else:
+            local.append(a)
+    if spec is None or spec.is_partial:
+        return _aligned(func, types, args, kwargs)
+    out = func(*local)
+    if isinstance(out, Tensor):
+        return wrap(out, spec.for_local(out))
+    return type(out)(wrap(o, spec.for_local(o)) for o in out)
+
+
+_COMPILED = (type(Tensor.add), type(torch.add))
 
 
 def _pointwise_keywords(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -183,7 +214,10 @@ def pointwise_inplace(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) 
     target = args[0] if args else kwargs.get("input")
     if not isinstance(target, ShardTensor):  # a plain target: it takes whole values
         whole = [fallback.whole(a) for a in args]
-        return func(*whole, **{k: fallback.whole(v) for k, v in kwargs.items()})
+        try:
+            return func(*whole, **{k: fallback.whole(v) for k, v in kwargs.items()})
+        except TypeError as error:  # of `plain += sharded`, Python would make `plain = plain + sharded`
+            raise ShardError(f"{op_name(func)}{where_in()}: {error}") from error
     if target._spec.is_partial:
         raise ShardError(
             f"{op_name(func)}{where_in()} on the partial value {target._spec.describe()}: redistribute it to "

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.tracing import is_tracing
 
+_flatten = torch._C._nn.flatten_dense_tensors
+_unflatten = torch._C._nn.unflatten_dense_tensors
 BUCKET_BYTES = 25 * 2**20
 _mode = "bucket"
 
@@ -117,7 +119,9 @@ class _Bucket:
     def launch(self) -> None:
         """Start the sum over the first group."""
         # Always a copy: a gradient may be shared with another input of its op, and the sum is made in place.
-        self.flat = torch.cat([g.reshape(-1) for _, g in self.items])
+        self.flat = _flatten([g for _, g in self.items])
+        if len(self.items) == 1:
+            self.flat = self.flat.clone()
         self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
 
     def finish(self) -> None:
@@ -126,21 +130,22 @@ class _Bucket:
         if self.work is not None:
             self.work.wait()
         flat = sum_over(self.flat, self.groups[1:])
-        for (weight, part), g in zip(self.items, flat.split([p.numel() for _, p in self.items]), strict=True):
+        for (weight, _), g in zip(self.items, _unflatten(flat, [g for _, g in self.items]), strict=True):
             if weight.data_ptr() == 0 and weight.numel():
                 raise RuntimeError(
                     "a sharded weight was freed before its gradient was summed over the domain mesh; "
                     "run forward and backward under dpzoo.shard.grad_sync('eager')"
                 )
-            accumulate(weight, g.view(part.shape))
+            accumulate(weight, g)
 
 
 def accumulate(weight: Tensor, g: Tensor) -> None:
     """Add to `weight.grad` as autograd does: into the tensor that is there, else a tensor in the weight's layout."""
-    if weight.grad is not None:
-        weight.grad.add_(g)
+    before = weight.grad
+    if before is not None:
+        before.add_(g)
     elif weight.is_contiguous():
-        weight.grad = g.to(weight.dtype)
+        weight.grad = g if g.dtype is weight.dtype else g.to(weight.dtype)
     else:
         weight.grad = torch.empty_like(weight).copy_(g)
 

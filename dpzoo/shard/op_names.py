@@ -43,6 +43,9 @@ NOT_POINTWISE = _words("bernoulli dropout glu multinomial native_dropout normal 
 # Their backward formulas make zeros, or buffers, that know nothing of shards: autograd runs on the local op instead.
 LOCAL_GRADIENT = _words("copysign log_sigmoid logsigmoid multigammaln mvlgamma sgn")
 
+# Pointwise functions that may return their argument, or a view of it.
+MAY_ALIAS = _words("conj conj_physical imag pos positive real")
+
 # They would hand out the storage of a shard as if it were the global tensor, or change the metadata of one rank.
 REFUSED = _words(
     """

@@ -7,7 +7,7 @@ bytes; everything else (who fetches what, which gradients are partial sums, how 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,15 @@ def choose(layout: MeshLayout, operands: Sequence[Operand], dims: Dims) -> tuple
         if choice.label is not None:
             taken.add(choice.label)
         out.append(choice)
-    return tuple(out)
+    return tuple(_without_taken_home(c, out) for c in out)
+
+
+def _without_taken_home(choice: AxisChoice, choices: Sequence[AxisChoice]) -> AxisChoice:
+    """An output cannot go back to a dim that another axis cuts; it stays as the op leaves it."""
+    others = [c for c in choices if c is not choice]
+    if choice.home is None or all(choice.home not in (c.label, c.home) for c in others):
+        return choice
+    return replace(choice, home=None, home_sizes=())
 
 
 def _choose_axis(

@@ -80,10 +80,16 @@ def handler(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any
 
 # ---------------------------------------------------------------------- DTensors among the operands
 def _has_dtensor(values: Iterable[Any]) -> bool:
-    return any(
-        isinstance(v, DTensor) or (v.__class__ in (list, tuple) and any(isinstance(t, DTensor) for t in v))
-        for v in values
-    )
+    for v in values:
+        kind = v.__class__
+        if kind is ShardTensor or kind in _NO_DTENSOR:
+            continue
+        if isinstance(v, DTensor) or ((kind is list or kind is tuple) and any(isinstance(t, DTensor) for t in v)):
+            return True
+    return False
+
+
+_NO_DTENSOR = frozenset((int, float, bool, str, type(None), torch.nn.Parameter, Tensor))
 
 
 def adopt_dtensors(call: Any) -> Any:
@@ -107,7 +113,9 @@ def run_rule(
     """Find or make the plan of this call and execute it; calls a rule declines go to the fallback."""
     tensors: list[Tensor] = []
     try:
-        key = (plan_rule, func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
+        key: Any = (plan_rule, func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
+        if (repeats := _repeats(tensors)) is not None:
+            key = (key, repeats)
         plan = PLANS.get(key)
     except _DTensorFoundError:
         return run_rule(plan_rule, signature, func, types, *adopt_dtensors((args, kwargs)))
@@ -172,6 +180,12 @@ def _make_plan(
     order = [next(i for i, t in enumerate(tensors) if t is o) for o in operands]
     assert isinstance(dims, Dims)
     return compile_plan(func, dims, [tensors[i] for i in order], order)
+
+
+def _repeats(tensors: list[Tensor]) -> tuple[int, ...] | None:
+    """Which operands are one and the same tensor: a plan knows its operands by identity, so `x @ x` is not `x @ y`."""
+    seen = [id(t) for t in tensors]
+    return None if len(set(seen)) == len(seen) else tuple(map(seen.index, seen))
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import (
     LayoutError,
@@ -16,6 +17,7 @@ from dpzoo.shard import (
     UndeterminedShardingError,
     scatter_tensor,
 )
+from dpzoo.shard.tensor import FUNCTIONS
 from dpzoo.testing import column_mesh, distributed, domain_mesh, expect_error, grid_mesh, row_mesh
 
 MESHES = {"all": domain_mesh, "rows": row_mesh, "columns": column_mesh}
@@ -137,25 +139,83 @@ def test_shapes_that_do_not_fit():
     )
 
 
-@distributed(ranks=2)
-def test_run_check_tells_every_rank_of_one_wrong_shard():
+@distributed(ranks=[2, 3])
+def test_one_wrong_shard_fails_on_every_rank(ranks):
     mesh, rank = domain_mesh(), dist.get_rank()
-    local = torch.ones(3 if rank == 0 else 2, 3)
-    words = r"the rank at \(0,\) of mesh\(domain=2\) passed a shard of shape \(3, 3\)"
-    shapes = {0: [(2, 3), (2, 3)]}
-    expect_error(lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shapes, run_check=True), LayoutError, words)
+    odd = rank == ranks - 1
+    local, place = torch.ones(3 if odd else 2, 3), [Shard(0)]
+    words = rf"rank {ranks - 1}: the rank at .* passed a shard of shape \(3, 3\), but its layout .* says \(2, 3\)"
+    for shapes, shape in (({0: [(2, 3)] * ranks}, None), ("chunk", (2 * ranks, 3))):
+        expect_error(lambda s=shapes, g=shape: ShardTensor.from_local(local, mesh, place, s, g), LayoutError, words)
+    good, shapes = torch.ones(2, 3), {0: [(2, 3)] * ranks}
+    other = {0: [(2, 3)] * (ranks - 1) + [(3, 3)]} if odd else shapes
+    for arguments, error, words in (
+        (
+            (torch.ones(3, 3) if odd else good, mesh, place, other),
+            UndeterminedShardingError,
+            "disagree.*sharding_shapes",
+        ),
+        ((good.double() if odd else good, mesh, place, shapes), UndeterminedShardingError, "different dtype"),
+        ((good.clone().requires_grad_(odd), mesh, place, shapes), UndeterminedShardingError, "some need a gradient"),
+        ((good, mesh, place * 2 if odd else place, shapes), UndeterminedShardingError, "disagree.*placements"),
+        ((None if odd else good, mesh, place, shapes), UndeterminedShardingError, "None, 0"),
+        ((good, mesh, place, {0: [(2, 3)]} if odd else shapes), UndeterminedShardingError, "disagree"),
+    ):
+        expect_error(lambda a=arguments: ShardTensor.from_local(*a), error, words)
 
 
 @distributed(ranks=4)
-def test_run_check_compares_replicas():
+def test_one_wrong_shard_on_a_grid_and_in_a_later_group():
+    mesh, rank = grid_mesh(), dist.get_rank()
+    local, shapes = torch.ones(2, 4 if rank == 3 else 3), {0: [(2, 3)] * 2, 1: [(2, 3)] * 2}
+    words = r"rank 3: the rank at \(1, 1\).*\(2, 4\)"
+    expect_error(lambda: ShardTensor.from_local(local, mesh, [Shard(0), Shard(1)], shapes), LayoutError, words)
+    for mesh in (column_mesh(), row_mesh()):
+        words = rf"rank {mesh.mesh[1]}: .*passed a shard of shape \(5, 3\)"
+        local, shapes = torch.ones(5 if mesh.get_local_rank() else 2, 3), {0: [(2, 3)] * 2}
+        expect_error(
+            lambda t=local, m=mesh, s=shapes: ShardTensor.from_local(t, m, [Shard(0)], s), LayoutError, words, mesh=mesh
+        )
+
+
+@distributed(ranks=2)
+def test_what_the_check_costs():
+    """One reduction of a few bytes; nothing when it is left out, nor inside a handler."""
+    mesh = domain_mesh()
+    local, shapes = torch.ones(3, 2), {0: [(3, 2), (3, 2)]}
+
+    def handler(func, types, args, kwargs):
+        y = args[0]
+        return ShardTensor.from_local(y.to_local() * 2, mesh, y.placements, y._spec.sharding_shapes())
+
+    x = ShardTensor.from_local(local, mesh, [Shard(0)], shapes)
+    before = FUNCTIONS.get(torch.Tensor.sinc)
+    ShardTensor.register_function_handler(torch.Tensor.sinc, handler)
+    try:
+        for make, count in (
+            (lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shapes), 1),
+            (lambda: ShardTensor.from_local(local, mesh, [Shard(0)], shapes, run_check=False), 0),
+            (lambda: x.sinc(), 0),
+        ):
+            with CommDebugMode() as seen:
+                made = make()
+            assert seen.get_total_counts() == count and made._spec is x._spec
+    finally:
+        FUNCTIONS.pop(torch.Tensor.sinc)
+        if before is not None:
+            FUNCTIONS[torch.Tensor.sinc] = before
+
+
+@distributed(ranks=4)
+def test_replicas_can_be_compared():
     mesh, rank = grid_mesh(), dist.get_rank()
     same = torch.tensor([1.0, float("nan"), -0.0]) + (rank // 2)
     place = [Shard(0), Replicate()]
-    x = ShardTensor.from_local(same, mesh, place, run_check=True)
+    x = ShardTensor.from_local(same, mesh, place, run_check="values")
     assert x.shape == (6,)
     words = r"ranks \[3\] passed other values"
     odd = same + (rank == 3)
-    expect_error(lambda: ShardTensor.from_local(odd, mesh, place, run_check=True), LayoutError, words)
+    expect_error(lambda: ShardTensor.from_local(odd, mesh, place, run_check="values"), LayoutError, words)
 
 
 @distributed(ranks=2)

@@ -64,4 +64,10 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Dims | None:
     if num_classes < 0 or input.dtype is not torch.int64:
         return None
     labels = tuple(range(input.ndim))
-    return Dims([labels], [(*labels, "class")], lambda i: F.one_hot(i, num_classes), whole=frozenset(["class"]))
+    return Dims(
+        [labels],
+        [(*labels, "class")],
+        lambda i: F.one_hot(i, num_classes),
+        whole=frozenset(["class"]),
+        check=lambda i: check_index(i, 0, num_classes, lambda i: F.one_hot(i, num_classes)),
+    )

@@ -12,6 +12,7 @@ from dpzoo.shard import collectives as comm
 from dpzoo.shard.diagnose import op_name
 from dpzoo.shard.dispatch_door import local_for, local_in, on, wrap_in
 from dpzoo.shard.errors import ShardError
+from dpzoo.shard.exchange import exchange
 from dpzoo.shard.fallback import replicate, whole
 from dpzoo.shard.moved_view import counted, wrote
 from dpzoo.shard.partition import starts
@@ -176,7 +177,7 @@ def _cat(op: Any, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         else:
             cut_sizes[axis] = own
             local = local_in(t, spec.layout, tuple(cuts), tuple(cut_sizes))
-            pieces.append(comm.exchange(local, dim, own, tuple((w,) for w in want), spec.layout.groups[axis]))
+            pieces.append(exchange(local, dim, own, tuple((w,) for w in want), spec.layout.groups[axis]))
     out_sizes = list(spec.sizes)
     out_sizes[axis] = sizes
     return wrap_in(op(pieces, dim), spec.layout, spec.cuts, out_sizes)

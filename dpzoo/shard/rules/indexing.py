@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from dpzoo.shard.fallback import gather_call, whole
-from dpzoo.shard.function_door import broadcast_labels, native
+from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.function_door import broadcast_labels
 from dpzoo.shard.moved_view import copied_view
 from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
@@ -23,7 +22,7 @@ _BASIC = (int, slice, type(None), type(Ellipsis))
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def _items(index: Any) -> list[Any]:
+def items_of(index: Any) -> list[Any]:
     """The parts of an index, lists of ints as tensors."""
     parts = list(index) if isinstance(index, tuple) else [index]
     return [torch.tensor(i) if isinstance(i, (list, range)) and _all_ints(i) else i for i in parts]
@@ -33,16 +32,17 @@ def _all_ints(values: Sequence[Any]) -> bool:
     return len(values) > 0 and all(type(v) is int for v in values)
 
 
-def _is_basic(index: Any) -> bool:
-    return all(isinstance(i, _BASIC) and not isinstance(i, bool) for i in _items(index))
+def is_basic(index: Any) -> bool:
+    """Is it made of ints, slices, None and Ellipsis alone, so that it stands for a view?"""
+    return all(isinstance(i, _BASIC) and not isinstance(i, bool) for i in items_of(index))
 
 
 @handler(torch.Tensor.__getitem__, name="getitem")
 def getitem(func: Any, x: Any, index: Any) -> Any:
     """`x[...]`: views for ints, slices, None and Ellipsis; index tensors over uncut dims are local."""
-    if _is_basic(index):
+    if is_basic(index):
         return native_part(func, x, index)
-    found = _run_of_tensors(_items(index), x.ndim)
+    found = run_of_tensors(items_of(index), x.ndim)
     if found is None:
         return gather_call(func, (), (x, index), {})
     basic, dim, tensors = found
@@ -50,7 +50,7 @@ def getitem(func: Any, x: Any, index: Any) -> Any:
     return RULE_OF["take"](func, (ShardTensor,), (part, dim, *tensors), {})
 
 
-def _run_of_tensors(items: list[Any], ndim: int) -> tuple[list[Any], int, list[Tensor]] | None:
+def run_of_tensors(items: list[Any], ndim: int) -> tuple[list[Any], int, list[Tensor]] | None:
     """An index with integer tensors side by side and else slices, None and Ellipsis, in two steps.
 
     Returns the index without the tensors, the dim of its result where they apply, and the tensors; None for others.
@@ -153,49 +153,12 @@ def select(func: Any, input: Any, dim: int, index: int) -> Any:
     return native_part(torch.Tensor.select, input, dim, index)
 
 
-@handler(
-    *spellings(
-        "narrow",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "tensor_split",
-        "unsafe_split",
-        "unsafe_chunk",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-    ),
-    name="split",
-)
-def parts(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Parts along a dim are views of the shards."""
-    if any(
-        isinstance(a, Tensor)
-        for a in (*args[1:], *(v for k, v in kwargs.items() if k not in ("input", "self", "tensor")))
-    ):
-        return gather_call(func, (), args, kwargs)
-    name = {"unsafe_split": "split", "unsafe_chunk": "chunk"}.get(func.__name__, func.__name__)
-    if "axis" in kwargs:
-        kwargs = {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
-    first = args[0] if args else kwargs.pop("input", kwargs.pop("tensor", kwargs.pop("self", None)))
-    rest = args[1:]
-    if name == "split":
-        return _split(
-            first, *rest, **{("split_size" if k == "split_size_or_sections" else k): v for k, v in kwargs.items()}
-        )
-    return native_part(getattr(torch.Tensor, name), first, *rest, **kwargs)
-
-
-def _split(x: Any, split_size: Any, dim: int = 0) -> Any:
-    func = torch._VF.split if isinstance(split_size, int) else torch._VF.split_with_sizes  # type: ignore[attr-defined]
-    return tuple(native_part(func, x, split_size, dim))
-
-
-@handler(*spellings("unbind"), name="unbind")
-def unbind(func: Any, input: Any, dim: int = 0) -> Any:
-    """All rows of a dim."""
-    return native_part(torch.Tensor.unbind, input, dim)
+@handler(*spellings("narrow"), name="narrow")
+def narrow(func: Any, input: Any, dim: int, start: Any, length: int) -> Any:
+    """Some rows, as a view of the shards."""
+    if isinstance(start, Tensor):
+        return gather_call(func, (), (input, dim, start, length), {})
+    return native_part(torch.Tensor.narrow, input, dim, start, length)
 
 
 @handler(*spellings("diagonal"), name="diagonal")
@@ -215,49 +178,3 @@ def _diagonal(input: Tensor, offset: int, dim1: int, dim2: int) -> Dims | None:
     labels: Labels = tuple(range(input.ndim))
     out: Labels = (*(x for x in labels if x not in (a, b)), "diagonal")
     return Dims([labels], [out], lambda t: t.diagonal(offset, a, b), whole=frozenset([a, b, "diagonal"]))
-
-
-# ---------------------------------------------------------------------- writing
-@handler(torch.Tensor.__setitem__, name="setitem")
-def setitem(func: Any, x: Any, index: Any, value: Any) -> None:
-    """`x[...] = value`: a write into the view, where `x[...]` is one; gradients as in torch."""
-    if not isinstance(x, ShardTensor):
-        x[tree_map(whole, index)] = whole(value)
-        return
-    scalar = not isinstance(value, Tensor) or value.ndim == 0
-    if scalar and isinstance(index, Tensor) and index.dtype is torch.bool and 0 < index.ndim <= x.ndim:
-        _set_masked(x, index, value)
-    elif _is_basic(index):
-        _set_view(native(torch.Tensor.__getitem__, (ShardTensor,), (x, index), {}), value)
-    else:
-        _set_gathered(x, index, value)
-
-
-def _set_masked(x: ShardTensor, mask: Tensor, value: Any) -> None:
-    if mask.shape != x.shape[: mask.ndim]:
-        raise IndexError(
-            f"The shape of the mask {list(mask.shape)} does not match the shape of the indexed tensor {list(x.shape)}"
-        )
-    x.masked_fill_(mask.reshape([*mask.shape, *[1] * (x.ndim - mask.ndim)]), value)
-
-
-def _set_view(view: Tensor, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        view.fill_(value)
-        return
-    while value.ndim > view.ndim and value.shape[0] == 1:  # torch drops leading dims of size 1 here
-        value = value.squeeze(0)
-    view.copy_(value)
-
-
-def _set_gathered(x: ShardTensor, index: Any, value: Any) -> None:
-    """An index without a rule: on the whole tensor, then back into the shards."""
-    at = tree_map(whole, index)
-
-    def write(full: Tensor, v: Any) -> Tensor:
-        full = full.clone()
-        full[at] = v
-        return full
-
-    write.__name__ = "setitem"
-    x.copy_(gather_call(write, (), (x, value), {}))

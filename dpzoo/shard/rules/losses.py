@@ -176,9 +176,8 @@ def _class_rule(op: Callable[..., Any], name: str) -> None:
         classes = input.shape[c]
 
         def check(x: Tensor, t: Tensor, *rest: Tensor) -> None:
-            if not by_class and not isinstance(t, ShardTensor):
-                known = t[t != ignore_index]
-                check_index(known, 0, classes, lambda i: F.nll_loss(torch.zeros(i.numel(), classes), i))
+            if not by_class:
+                check_index(t, 0, classes, lambda i: F.nll_loss(torch.zeros(1, classes), i), ignore_index)
 
         return Dims(operands, [per_sample], local, whole=frozenset(["class"]), check=check)
 
@@ -227,7 +226,16 @@ def _margin_loss(func: Callable[..., Any], name: str) -> None:
                 return x.sum(1)
             return func(x, t, reduction="none", **options, **({} if w is None else {"weight": w}))
 
-        return Dims(operands, [("n",)], local, whole=frozenset(["class"]))
+        classes, lowest_valid = input.shape[1], 0 if target.ndim == 1 else -1
+
+        def one_sample(i: Tensor) -> Tensor:
+            listed = F.pad(i, (0, classes - 1), value=-1).unsqueeze(0)  # one class, then no more
+            return func(torch.zeros(1, classes), i if lowest_valid == 0 else listed)
+
+        def check(x: Tensor, t: Tensor, *rest: Tensor) -> None:
+            check_index(t, lowest_valid, classes, one_sample)
+
+        return Dims(operands, [("n",)], local, whole=frozenset(["class"]), check=check)
 
     @handler(func, name=name)
     def answer(called: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as _NoTorchFunction
 
+from dpzoo.shard import collectives as comm
 from dpzoo.shard.bridges import fetch, from_shard, grad_spec, relayout, to_shard
 from dpzoo.shard.dispatch_door import spec_in
 from dpzoo.shard.function_door import native
@@ -16,6 +17,7 @@ from dpzoo.shard.partition import Interval, Sizes, own_intervals
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
 from dpzoo.shard.tracing import is_tracing
+from dpzoo.shard.transfer import move
 
 
 def normal_dims(dim: Any, ndim: int) -> tuple[int, ...]:
@@ -143,14 +145,41 @@ def highest(dtype: torch.dtype) -> Any:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def check_index(index: Tensor, lowest_valid: int, n: int, look_up: Callable[[Tensor], Any]) -> None:
-    """A plain index is whole on every rank: let each of them find a value out of range, not only the one that uses it.
+# ---------------------------------------------------------------------- index values
+_NOTHING = (2**62, -(2**62))
+
+
+def check_index(
+    index: Tensor, lowest_valid: int, n: int, look_up: Callable[[Tensor], Any], ignored: int | None = None
+) -> None:
+    """Raise on all ranks what torch raises for a value below `lowest_valid`, or from `n` on. All ranks call it.
+
+    A plain index is whole on every rank, so each of them can look. Of a cut index each rank sees a part: they agree by
+    one reduction of two numbers per mesh axis that cuts it, on CPU only. CUDA checks indices on the device,
+    asynchronously; a collective before each lookup would make the host wait for it.
 
     Args:
-        look_up: the op on a stand-in of length `n`; it raises torch's own error. CUDA checks on the device.
+        look_up: the op on a stand-in of length `n` and an index of one value; it raises torch's own error.
+        ignored: a value that stands for nothing.
     """
-    if isinstance(index, ShardTensor) or index.device.type != "cpu" or not index.numel() or is_tracing():
+    if index.device.type != "cpu" or not index.numel() or is_tracing():
         return
-    low, high = index.aminmax()
-    if low < lowest_valid or high >= n:
-        look_up(index)
+    local, groups = _local_values(index)
+    if ignored is not None:
+        local = local[local != ignored]
+    low, high = (int(v) for v in local.aminmax()) if local.numel() else _NOTHING
+    if groups:
+        flags = torch.tensor([-low, high])
+        for group in groups:
+            flags = comm.all_reduce(flags, group, "max")
+        low, high = -int(flags[0]), int(flags[1])
+    if low != _NOTHING[0] and (low < lowest_valid or high >= n):
+        look_up(torch.tensor([low if low < lowest_valid else high], dtype=local.dtype))
+
+
+def _local_values(index: Tensor) -> tuple[Tensor, tuple[str, ...]]:
+    """What this rank sees of an index, and the groups that see other parts."""
+    if not isinstance(index, ShardTensor):
+        return index.detach(), ()
+    spec = whole_values(index._spec)
+    return move(index._local_tensor, index._spec, spec), groups_of(spec, cut_axes(spec, range(spec.ndim)))

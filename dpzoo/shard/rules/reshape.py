@@ -14,7 +14,8 @@ from dpzoo.shard.function_door import native
 from dpzoo.shard.moved_view import relaid_view
 from dpzoo.shard.registry import handler, spellings
 from dpzoo.shard.rules.parts import normal_dim, normal_dims, whole_values
-from dpzoo.shard.rules.views import reshape_source, resolve_size, without_cut
+from dpzoo.shard.rules.view_plan import without_cut
+from dpzoo.shard.rules.view_reshape import reshape_source, resolve_size
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
 

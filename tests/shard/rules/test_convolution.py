@@ -408,11 +408,11 @@ def _image(rows: tuple[int, int], columns: int = 6) -> ShardTensor:
 
 @distributed(ranks=2)
 def test_no_exchange_when_windows_fit_the_shards():
-    w = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    w, x = torch.randn(4, 3, 4, 4, dtype=torch.float64), _image((8, 4))
     with CommDebugMode() as comm, count_traffic() as traffic:
-        F.conv2d(_image((8, 4)), w, stride=4)
-        F.conv2d(_image((8, 4)), torch.randn(4, 3, 1, 3, dtype=torch.float64), padding=(0, 1))
-        F.conv_transpose2d(_image((8, 4)), torch.randn(3, 4, 2, 2, dtype=torch.float64), stride=2)
+        F.conv2d(x, w, stride=4)
+        F.conv2d(x, torch.randn(4, 3, 1, 3, dtype=torch.float64), padding=(0, 1))
+        F.conv_transpose2d(x, torch.randn(3, 4, 2, 2, dtype=torch.float64), stride=2)
     assert comm.get_total_counts() == 0
     assert (traffic.calls, traffic.nbytes) == (0, 0)
 
@@ -429,8 +429,9 @@ def test_bytes_are_those_of_the_halo():
     with count_traffic() as traffic:
         out.backward(torch.ones_like(out))
     assert traffic.nbytes == row  # its gradient comes home
+    x = _image((5, 4))
     with count_traffic() as traffic:
-        F.conv2d(_image((5, 4)), torch.randn(4, 3, 4, 4, dtype=torch.float64), stride=2, padding=1)
+        F.conv2d(x, torch.randn(4, 3, 4, 4, dtype=torch.float64), stride=2, padding=1)
     assert traffic.nbytes == (0, 2 * row)[domain_mesh().get_local_rank()]  # output 2 sees rows 3..6, output 3 rows 5..8
 
 

@@ -6,9 +6,10 @@ import copy
 
 import torch
 
-import dpzoo
 from dpzoo.shard import Replicate, Shard, ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, op_test
+from tests.shard.rules.inputs import cut as _cut
+from tests.shard.rules.inputs import numbers as _numbers
 
 FEW = {"ranks": (2, 3), "subgroups": False}
 
@@ -33,14 +34,6 @@ CASES = [
 ]  # fmt: skip
 
 test_ops = op_test(CASES)
-
-
-def _cut(full, dim=0, sizes=None, **options):
-    return dpzoo.scatter(full, domain_mesh(), dim=dim, sizes=sizes, **options)
-
-
-def _numbers(*shape):
-    return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
 @distributed(ranks=3)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dpzoo
 from dpzoo.shard import (
     GatherWarning,
     MissingShardPatch,
@@ -20,7 +19,9 @@ from dpzoo.shard import (
     strict,
 )
 from dpzoo.shard.tensor import DISPATCH, FUNCTIONS, NAMED
-from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, distributed, expect_error, op_test
+from tests.shard.rules.inputs import cut as _cut
+from tests.shard.rules.inputs import numbers as _numbers
 
 FEW = {"ranks": (2, 3), "subgroups": False}
 
@@ -39,14 +40,6 @@ CASES = [
 ]  # fmt: skip
 
 test_ops = op_test(CASES)
-
-
-def _cut(full, dim=0, sizes=None, **options):
-    return dpzoo.scatter(full, domain_mesh(), dim=dim, sizes=sizes, **options)
-
-
-def _numbers(*shape):
-    return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
 # ---------------------------------------------------------------------- the report
@@ -104,7 +97,7 @@ def test_strict_raises_before_anything_is_sent():
     calls = (
         lambda: torch.linalg.svdvals(x),
         lambda: torch.linalg.svdvals(x.detach(), out=torch.empty(3, dtype=torch.float64)),
-        lambda: x.detach().index_add_(0, torch.tensor([0]), torch.ones(1, 3, dtype=torch.float64)),
+        lambda: x.detach().put_(torch.tensor([0]), torch.ones(1, dtype=torch.float64)),
         lambda: _Outer()(x),
     )
     with strict():

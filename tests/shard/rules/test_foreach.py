@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dpzoo
 from dpzoo.shard import MissingShardPatch, ShardTensor
-from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, distributed, expect_error, op_test
+from tests.shard.rules.inputs import cut as _cut
 
 FEW = {"ranks": (1, 2, 3)}
 
@@ -58,10 +58,6 @@ CASES = [
 ]
 
 test_ops = op_test(CASES)
-
-
-def _cut(full, dim=0, sizes=None, **options):
-    return dpzoo.scatter(full, domain_mesh(), dim=dim, sizes=sizes, **options)
 
 
 @distributed(ranks=2)

@@ -7,9 +7,10 @@ import operator
 import torch
 from torch import Tensor, nn
 
-import dpzoo
 from dpzoo.shard import ShardTensor
-from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, assert_parity, distributed, expect_error, op_test
+from tests.shard.rules.inputs import cut as _cut
+from tests.shard.rules.inputs import numbers as _numbers
 
 FEW = {"ranks": (2, 3), "subgroups": False}
 
@@ -103,7 +104,7 @@ CASES = [
            dim=0),
            *torch.hsplit(x, 3), *x.vsplit([2, 3]), x.narrow(0, 2, 5), torch.narrow(x, 1, -2, 2),
            *x.split_with_sizes([4, 5])],
-           shape=(9, 6), shard=0, **FEW),
+           shape=(9, 6), shard=0, covers=("narrow",), **FEW),
     OpCase("unbind", fn=lambda x: [*x.unbind(), *x.unbind(dim=1), *iter(x)], shape=(4, 3), shard=0,
            covers=("unbind",), **FEW),
     OpCase("diagonal", fn=lambda x: [x.diagonal(), torch.diagonal(x, 1, -1, 0), x.diagonal(offset=-2, dim1=0, dim2=1)],
@@ -128,7 +129,7 @@ CASES = [
     _set_case("set masked rows, plain mask", torch.arange(9) % 2 == 0),
     _set_case("set a mask by a plain scalar", lambda y: y.detach() > 0, ()),
     _set_case("set a mask by values", lambda y: torch.arange(9) < 3, (3, 6, 2), gathers=True),
-    _set_case("set by an index tensor", (slice(None), K), gathers=True),
+    _set_case("set by an index tensor", (slice(None), K)),
     _set_case("set rows by an index tensor", torch.tensor([4, 1]), (2, 6, 2), gathers=True),
     _set_case("set by index tensors", (torch.tensor([4, 1]), torch.tensor([0, 2])), (2, 2), gathers=True),
     _set_case("set by a list", [4, 1], gathers=True),
@@ -136,8 +137,8 @@ CASES = [
     _set_case("set by a 0-d tensor", torch.tensor(3), gathers=True),
     _set_case("set by True", True, gathers=True),
     # ------------------------------------------------------------------ families without a rule
-    OpCase("scatter", fn=lambda x, w: [x.scatter(0, torch.tensor([[1, 2, 3]]), w), x.scatter_add(0, torch.tensor([[1,
-           1, 3]]), w),
+    OpCase("scatter shorter", fn=lambda x, w: [x.scatter(0, torch.tensor([[1, 2, 3]]), w),
+           x.scatter_add(0, torch.tensor([[1, 1, 3]]), w),
            x.scatter_reduce(1, torch.tensor([[1, 1, 3]]), w, "amax"), torch.scatter(x, 0, torch.tensor([[1]]), 2.0)],
            shape=(9, 6), shard=0, plain=[(1, 3)], gathers=True, mesh2d=(0, 1)),
     OpCase("index writes", fn=lambda x, w: [x.index_add(0, K[:2], w, alpha=2), x.index_copy(0, K[:2], w),
@@ -161,14 +162,6 @@ def _overlapping(y):
 
 
 test_ops = op_test(CASES)
-
-
-def _cut(full, dim=0, sizes=None, **options):
-    return dpzoo.scatter(full, domain_mesh(), dim=dim, sizes=sizes, **options)
-
-
-def _numbers(*shape):
-    return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
 @distributed(ranks=3)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dpzoo
 from dpzoo.shard import MissingShardPatch, ShardError
-from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import OpCase, assert_parity, distributed, expect_error, op_test
+from tests.shard.rules.inputs import cut as _cut
+from tests.shard.rules.inputs import numbers as _numbers
 
 FEW = {"ranks": (2, 3), "subgroups": False}
 
@@ -151,14 +152,6 @@ CASES = [
 ]  # fmt: skip
 
 test_ops = op_test(CASES)
-
-
-def _cut(full, dim=0, sizes=None, **options):
-    return dpzoo.scatter(full, domain_mesh(), dim=dim, sizes=sizes, **options)
-
-
-def _numbers(*shape):
-    return torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
 # ---------------------------------------------------------------------- copies that torch would call views

@@ -11,22 +11,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
+from dpzoo.testing import with_derivatives as _second
 from dpzoo.testing.cutting import cut_tensor, plan_cut
 
 
 def _complex(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, dtype=torch.complex128)
-
-
-def _second(fn):
-    """`fn` and a scalar of its first derivatives: its backward is a second one."""
-
-    def call(*tensors):
-        out = fn(*tensors)
-        grads = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
-        return (out, *grads)
-
-    return call
 
 
 FEW = {"ranks": (2, 3), "subgroups": False}
