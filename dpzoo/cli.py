@@ -43,6 +43,20 @@ def _add_convert(commands: Any) -> None:
     drivaer.add_argument("--seed", type=int, help="of the shuffle")
     drivaer.add_argument("--stream-velocity", type=float, help="m/s, kept with the store (38.889 in DrivAerML)")
     drivaer.set_defaults(run=_convert_drivaer)
+    for name, what in (
+        ("grib", "GRIB file, or a folder of them"),
+        ("netcdf", "NetCDF file, or a folder of them"),
+        ("zarr", "zarr store, or a folder of them"),
+    ):
+        _add_grid(formats.add_parser(name, help=f"{what}, to zarr in slabs of rows; resumable"), what)
+
+
+def _add_grid(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("source", type=Path, help=what)
+    parser.add_argument("destination", type=Path, help="zarr store to write")
+    parser.add_argument("--channels", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
+    parser.add_argument("--slabs", type=int, default=8, help="pieces of a field along y (default: %(default)s)")
+    parser.set_defaults(run=_convert_grid)
 
 
 def _convert_drivaer(arguments: argparse.Namespace) -> int:
@@ -56,6 +70,16 @@ def _convert_drivaer(arguments: argparse.Namespace) -> int:
         print(f"{outcome.car}: {outcome.state}" + (f": {outcome.reason}" if outcome.reason else ""), flush=True)
         failed += outcome.state == "failed"
     return 1 if failed else 0
+
+
+def _convert_grid(arguments: argparse.Namespace) -> int:
+    from dpzoo.datapipes.grid.convert import convert_stores
+    from dpzoo.datapipes.grid.grib import convert_grib
+
+    convert = convert_grib if arguments.format == "grib" else convert_stores
+    fields = convert(arguments.source, arguments.destination, arguments.channels, arguments.slabs)
+    print(f"{arguments.destination}: {fields} fields", flush=True)
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

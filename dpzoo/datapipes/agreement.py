@@ -22,13 +22,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def raise_together(
-    error: Exception | None, mesh: DeviceMesh | None, digest: int = 0, digest_axis: str | None = None
+    error: Exception | None, mesh: DeviceMesh | None, digest: int = 0, digest_axis: str | tuple[str, ...] | None = None
 ) -> None:
     """Return if no rank of `mesh` has an error and the digests agree; raise `DataError` on all of them otherwise.
 
     Args:
         error: what this rank met, or None.
-        digest: a number below 2**62 that has to be equal on the ranks along `digest_axis` (all axes if None).
+        digest: a number below 2**62 that has to be equal on the ranks along `digest_axis` (one or several; None: all).
 
     Raises:
         DataError: on every rank, with the message of each rank that failed.
@@ -61,13 +61,14 @@ def gather_objects(value: object, mesh: DeviceMesh) -> list[object]:
     return found
 
 
-def _all_well(failed: bool, mesh: DeviceMesh, digest: int, digest_axis: str | None) -> bool:
+def _all_well(failed: bool, mesh: DeviceMesh, digest: int, digest_axis: str | tuple[str, ...] | None) -> bool:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    axes = (digest_axis,) if isinstance(digest_axis, str) else digest_axis or ()
     bad = int(failed)
     for axis, name in enumerate(names):
         if mesh.size(axis) == 1:
             continue
-        compared = digest if digest_axis in (None, name) else 0
+        compared = digest if digest_axis is None or name in axes else 0
         verdict = torch.tensor([bad, compared, -compared], dtype=torch.int64, device=device_of(mesh))
         dist.all_reduce(verdict, dist.ReduceOp.MAX, group=mesh.get_group(axis))
         bad, highest, negated_lowest = verdict.tolist()

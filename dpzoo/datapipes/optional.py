@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 
-def require(module: str, purpose: str) -> Any:
+def require(module: str, purpose: str, extra: str = "points") -> Any:
     """Import and return `module`.
 
     Raises:
@@ -16,5 +16,5 @@ def require(module: str, purpose: str) -> Any:
         package = module.partition(".")[0]
         raise ImportError(
             f"{purpose} needs {package}, which cannot be imported ({error}): pip install {package}, or "
-            'pip install "dpzoo[points]"'
+            f'pip install "dpzoo[{extra}]"'
         ) from error

@@ -1,8 +1,4 @@
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,22 +12,10 @@ from dpzoo.datapipes.points import GEOMETRY, SURFACE, VOLUME, PointDataset, Poin
 from dpzoo.datapipes.points import loader as loader_module
 from dpzoo.shard import Replicate, Shard, ShardTensor
 from dpzoo.testing import distributed, domain_mesh, expect_error, grid_mesh
+from tests.datapipes.folders import folder_of_all_ranks
 from tests.datapipes.made_cars import car_arrays, write_npy, write_plain_zarr, write_zarr
 
 CLOUDS = {"surface": replace(SURFACE, points=31), "volume": VOLUME}
-
-
-@contextmanager
-def folder_of_all_ranks() -> Iterator[tuple[Path, bool]]:
-    """A temporary folder that all ranks see, and whether this rank fills it; entered and left by all."""
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    try:
-        yield Path(name[0]), dist.get_rank() == 0
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(name[0])
 
 
 def write_cars(folder: Path, mine: bool, count: int = 3, **options) -> dict[str, Path]:

@@ -4,16 +4,14 @@ Workers read this rank's rows ahead of time (plain arrays, no communication). Th
 ranks agree that every one of them has a good part, and only then is a sample made of it.
 """
 
-import multiprocessing
 import warnings
 import zlib
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from contextlib import closing
 from types import TracebackType
 from typing import Literal
 
-import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +19,8 @@ from dpzoo.datapipes.agreement import raise_together
 from dpzoo.datapipes.errors import DataError, DataWarning
 from dpzoo.datapipes.points.dataset import CarPart, PointDataset, read_part
 from dpzoo.datapipes.points.sample import PointSample, layout_digest, make_sample
+from dpzoo.datapipes.read_ahead import make_executor, read_ahead
+from dpzoo.datapipes.replicas import parted, steps_of, steps_per_epoch
 
 _told_of_one_reader = False
 
@@ -63,7 +63,7 @@ class PointLoader:
     ) -> None:
         self.dataset, self.mesh, self.shuffle, self.last = dataset, mesh, shuffle, last
         self.prefetch, self.device, self.bytes_read = prefetch, device, 0
-        self.domain, self.replica, self.replicas = _parted(mesh, domain_axis)
+        self.domain, self.replica, self.replicas = parted(mesh, (domain_axis,))
         self._workers = workers
         self._executor: Executor | None = None
         known = (dataset.names, dataset.clouds, dataset.whole, dataset.seed, shuffle, last)
@@ -78,8 +78,7 @@ class PointLoader:
 
     def __len__(self) -> int:
         """Steps per epoch, the same on every rank."""
-        cars = len(self.dataset)
-        return cars // self.replicas if self.last == "drop" else -(-cars // self.replicas)
+        return steps_per_epoch(len(self.dataset), self.replicas, self.last)
 
     def __iter__(self) -> Iterator[PointSample]:
         return self.epoch(0)
@@ -90,28 +89,16 @@ class PointLoader:
         Raises:
             DataError: on all ranks of the mesh, when any of them met a bad file.
         """
-        steps = self._steps(number)[start:]
-        waiting: deque[Future[CarPart]] = deque()
-        try:
-            for step, (_, is_repeat) in enumerate(steps):
-                for index, _ in steps[step + len(waiting) : step + 1 + self.prefetch]:
-                    waiting.append(self._submit(index, number))
-                yield self._take(waiting.popleft(), is_repeat)
-        finally:
-            for future in waiting:
-                future.cancel()
-
-    def _steps(self, epoch: int) -> list[tuple[int, bool]]:
-        """(car, is it a repeat) of each step of this data-parallel rank."""
-        cars = len(self.dataset)
-        order = np.random.default_rng((self.dataset.seed, epoch)).permutation(cars) if self.shuffle else np.arange(cars)
-        places = range(self.replica, len(self) * self.replicas, self.replicas)
-        return [(int(order[place % cars]), place >= cars) for place in places]
+        order = (self.dataset.seed, number) if self.shuffle else None
+        steps = steps_of(len(self.dataset), self.replica, self.replicas, self.last, order)[start:]
+        with closing(read_ahead(steps, lambda step: self._submit(step[0], number), self.prefetch)) as under_way:
+            for (_, is_repeat), future in under_way:
+                yield self._take(future, is_repeat)
 
     def _submit(self, index: int, epoch: int) -> "Future[CarPart]":
         rank, ranks = (0, 1) if self.domain is None else (self.domain.get_local_rank(), self.domain.size())
         if self._executor is None:
-            self._executor = _make_executor(self._workers, self.prefetch)
+            self._executor = make_executor(self._workers, self.prefetch)
         return self._executor.submit(read_part, self.dataset.request(index, epoch, rank, ranks))
 
     def _take(self, future: "Future[CarPart]", is_repeat: bool) -> PointSample:
@@ -142,46 +129,6 @@ class PointLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _Inline(Executor):
-    """Reads at once, in the calling thread."""
-
-    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
-        future: Future[CarPart] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def _make_executor(kind: str, workers: int) -> Executor:
-    if workers == 0:
-        return _Inline()
-    if kind == "thread":
-        return ThreadPoolExecutor(workers, thread_name_prefix="dpzoo-read")
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-
-
-def _parted(mesh: DeviceMesh | None, domain_axis: str) -> tuple[DeviceMesh | None, int, int]:
-    """The domain mesh, and this rank's number among the data-parallel ranks."""
-    if mesh is None:
-        return None, 0, 1
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and domain_axis not in names:
-        return mesh, 0, 1
-    if domain_axis not in names:
-        raise DataError(
-            f"the mesh has axes {names or mesh.ndim}, none of them is {domain_axis!r}: name it, or pass domain_axis="
-        )
-    replica, replicas, coordinates = 0, 1, mesh.get_coordinate()
-    if coordinates is None:
-        raise DataError(f"this rank is not part of {mesh}")
-    for axis, name in enumerate(names):
-        if name != domain_axis:
-            replica, replicas = replica * mesh.size(axis) + coordinates[axis], replicas * mesh.size(axis)
-    return mesh if mesh.ndim == 1 else mesh[domain_axis], replica, replicas
 
 
 def _tell_of_one_reader(name: str) -> None:

@@ -1,8 +1,4 @@
-"""Mean and standard deviation per column, for normalisation, each rank reading only its rows.
-
-A block of rows becomes (count, mean, M2) in float64 with M2 the sum of squared distances from the mean, and two of
-those merge exactly (Chan, Golub and LeVeque 1983): no difference of large sums, whatever the mean.
-"""
+"""Mean and standard deviation per column, for normalisation, each rank reading only its rows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,50 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.datapipes.agreement import gather_objects, raise_together
 from dpzoo.datapipes.errors import DataError
+from dpzoo.datapipes.moments import Moments as Moments
+from dpzoo.datapipes.moments import merged
 from dpzoo.datapipes.points.dataset import BLOCK_ROWS, PointDataset, checked_rows
 from dpzoo.datapipes.points.draw import shard_sizes
 from dpzoo.datapipes.points.source import field_of, kind_of, open_source, reads_whole_file
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Count, mean, summed squared distance from the mean, smallest and largest value, per column in float64."""
-
-    count: int
-    mean: np.ndarray
-    m2: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-
-    @staticmethod
-    def of(rows: np.ndarray) -> "Moments":
-        """Of `(rows, columns)` or `(rows,)`, which counts as one column; no rows are allowed."""
-        columns = int(np.prod(rows.shape[1:], dtype=np.int64))
-        table = rows.reshape(len(rows), columns).astype(np.float64)
-        if not len(table):
-            nothing = np.zeros(columns)
-            return Moments(0, nothing, nothing, nothing + np.inf, nothing - np.inf)
-        mean = table.mean(0)
-        return Moments(len(table), mean, np.square(table - mean).sum(0), table.min(0), table.max(0))
-
-    def merge(self, other: "Moments") -> "Moments":
-        """Of the rows of both."""
-        count = self.count + other.count
-        if count == 0:
-            return self
-        away = other.mean - self.mean
-        return Moments(
-            count,
-            self.mean + away * (other.count / count),
-            self.m2 + other.m2 + np.square(away) * (self.count * (other.count / count)),
-            np.minimum(self.low, other.low),
-            np.maximum(self.high, other.high),
-        )
-
-    @property
-    def std(self) -> np.ndarray:
-        """Standard deviation of the rows as a whole population; zero for no rows."""
-        return np.sqrt(self.m2 / max(self.count, 1))
 
 
 @dataclass(frozen=True)
@@ -129,19 +86,15 @@ def compute_statistics(
     try:
         for number, path in enumerate(dataset.cars.values()):
             found = [
-                _merged(old, new) for old, new in zip(found, _of_car(path, names, rank, ranks, number), strict=True)
+                merged(old, new) for old, new in zip(found, _of_car(path, names, rank, ranks, number), strict=True)
             ]
     except Exception as failure:
         error = failure
     raise_together(error, mesh)
     everyone = [found] if mesh is None else cast(list[list[Moments | None]], gather_objects(found, mesh))
     for other in everyone[1:]:
-        everyone[0] = [_merged(old, new) for old, new in zip(everyone[0], other, strict=True)]
+        everyone[0] = [merged(old, new) for old, new in zip(everyone[0], other, strict=True)]
     return Statistics({name: m for name, m in zip(names, everyone[0], strict=True) if m is not None})
-
-
-def _merged(old: Moments | None, new: Moments | None) -> Moments | None:
-    return new if old is None else old if new is None else old.merge(new)
 
 
 def _of_car(path: Path, names: Sequence[str], rank: int, ranks: int, number: int) -> list[Moments | None]:
@@ -157,6 +110,6 @@ def _of_car(path: Path, names: Sequence[str], rank: int, ranks: int, number: int
             moments: Moments | None = None
             for start in range(lo, hi, BLOCK_ROWS):
                 rows = checked_rows(source, name, start, min(start + BLOCK_ROWS, hi))
-                moments = _merged(moments, Moments.of(rows))
+                moments = merged(moments, Moments.of(rows))
             out.append(moments)
     return out

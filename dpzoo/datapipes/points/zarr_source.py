@@ -1,10 +1,9 @@
 """A car in a zarr store (version 2 or 3) with the array names of the PhysicsNeMo curator.
 
-zarr hands out the fill value where a chunk is missing, so a store whose writer was stopped reads as zeros without an
-error. The store is therefore wrapped: absent chunks are noticed, and bytes are counted as they leave the disk.
+The store is watched: absent chunks, which zarr would read as fill values, are noticed, and bytes are counted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import numpy as np
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.optional import require
 from dpzoo.datapipes.points.source import FieldInfo
-
-MARKER = "dpzoo_conversion"
-"""Attribute of stores written by `dpzoo convert`: `{"state": "writing"}` until all is written, then `"finished"`."""
-_METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+from dpzoo.datapipes.watched_zarr import MARKER as MARKER
+from dpzoo.datapipes.watched_zarr import watching
 
 
 class ZarrSource:
@@ -26,7 +23,7 @@ class ZarrSource:
     def __init__(self, path: Path) -> None:
         zarr = require("zarr", "reading a .zarr store")
         self.path = path
-        self._store = _watching(zarr.storage.LocalStore(path, read_only=True))
+        self._store = watching(zarr.storage.LocalStore(path, read_only=True))
         try:
             self._group = zarr.open_group(self._store, mode="r")
         except Exception as error:
@@ -65,34 +62,3 @@ class ZarrSource:
     def close(self) -> None:
         """Close the store."""
         self._store.close()
-
-
-def _watching(store: Any) -> Any:
-    """`store`, counting the bytes of chunks and listing chunks that were asked for and are not there."""
-    from zarr.storage import WrapperStore
-
-    class WatchingStore(WrapperStore):  # a class of its own in here: zarr is imported only when it is used
-        chunk_bytes = 0
-
-        def __init__(self, store: Any) -> None:
-            super().__init__(store)
-            self.absent: list[str] = []
-
-        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-            return self._note(key, await self._store.get(key, prototype, byte_range))
-
-        async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
-            asked = list(key_ranges)
-            found = await self._store.get_partial_values(prototype, asked)
-            return [self._note(key, value) for (key, _), value in zip(asked, found, strict=True)]
-
-        def _note(self, key: str, value: Any) -> Any:
-            if key.rpartition("/")[2] in _METADATA:
-                return value
-            if value is None:
-                self.absent.append(key)
-            else:
-                self.chunk_bytes += len(value)
-            return value
-
-    return WatchingStore(store)

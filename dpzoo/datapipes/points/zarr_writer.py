@@ -10,22 +10,10 @@ import numpy as np
 
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.optional import require
-from dpzoo.datapipes.points.zarr_source import MARKER
+from dpzoo.datapipes.watched_zarr import MARKER
+from dpzoo.datapipes.watched_zarr import state_of as state_of
 
 CHUNKS_PER_FILE = 16
-
-
-def state_of(path: Path) -> dict[str, Any] | None:
-    """The marker of a store (`state`: "writing" or "finished"), `{}` for anything else, None when nothing is there."""
-    if not path.exists():
-        return None
-    if path.is_dir() and not any(path.iterdir()):
-        return {"state": "writing"}
-    zarr = require("zarr", "writing a .zarr store")
-    try:
-        return dict(zarr.open_group(path, mode="r").attrs.get(MARKER, {}))
-    except Exception:  # not ours, or damaged: nothing that may be deleted unasked
-        return {}
 
 
 class ZarrWriter:

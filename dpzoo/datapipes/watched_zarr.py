@@ -1,0 +1,59 @@
+"""A zarr store that counts the bytes it hands out and notices absent chunks, and the marker of finished conversions.
+
+zarr hands out the fill value where a chunk is missing, so a store whose writer was stopped reads as zeros without an
+error. Readers therefore wrap their stores, and writers leave a marker that says when a store is whole.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dpzoo.datapipes.optional import require
+
+MARKER = "dpzoo_conversion"
+"""Attribute of stores written by `dpzoo convert`: `{"state": "writing"}` until all is written, then `"finished"`."""
+_METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+
+
+def state_of(path: Path) -> dict[str, Any] | None:
+    """The marker of a store (`state`: "writing" or "finished"), `{}` for anything else, None when nothing is there."""
+    if not path.exists():
+        return None
+    if path.is_dir() and not any(path.iterdir()):
+        return {"state": "writing"}
+    zarr = require("zarr", "writing a .zarr store")
+    try:
+        return dict(zarr.open_group(path, mode="r").attrs.get(MARKER, {}))
+    except Exception:  # not ours, or damaged: nothing that may be deleted unasked
+        return {}
+
+
+def watching(store: Any) -> Any:
+    """`store`, counting the bytes of chunks and listing chunks that were asked for and are not there."""
+    from zarr.storage import WrapperStore
+
+    class WatchingStore(WrapperStore):  # a class of its own in here: zarr is imported only when it is used
+        chunk_bytes = 0
+
+        def __init__(self, store: Any) -> None:
+            super().__init__(store)
+            self.absent: list[str] = []
+
+        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+            return self._note(key, await self._store.get(key, prototype, byte_range))
+
+        async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
+            asked = list(key_ranges)
+            found = await self._store.get_partial_values(prototype, asked)
+            return [self._note(key, value) for (key, _), value in zip(asked, found, strict=True)]
+
+        def _note(self, key: str, value: Any) -> Any:
+            if key.rpartition("/")[2] in _METADATA:
+                return value
+            if value is None:
+                self.absent.append(key)
+            else:
+                self.chunk_bytes += len(value)
+            return value
+
+    return WatchingStore(store)
