@@ -3,10 +3,15 @@
 `fit` takes a model, an optimiser, a loader and an objective; `TrainConfig` holds its numbers. Read `step.py` first.
 """
 
+from dpzoo.train.average import WeightAverage as WeightAverage
 from dpzoo.train.checkpoint import CheckpointError as CheckpointError
 from dpzoo.train.checkpoint import find_checkpoints as find_checkpoints
 from dpzoo.train.checkpoint import load_model as load_model
 from dpzoo.train.config import TrainConfig as TrainConfig
+from dpzoo.train.diffusion import Denoising as Denoising
+from dpzoo.train.diffusion import SampledScores as SampledScores
+from dpzoo.train.diffusion import diffusion_objective as diffusion_objective
+from dpzoo.train.diffusion import draw_ensemble as draw_ensemble
 from dpzoo.train.launch import launch as launch
 from dpzoo.train.loop import Loader as Loader
 from dpzoo.train.loop import Outcome as Outcome

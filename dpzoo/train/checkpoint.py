@@ -1,8 +1,8 @@
 """Checkpoints that any number of ranks can load: `torch.distributed.checkpoint` folders `step_00000200`.
 
-They hold the weights, the state of the optimiser, and the position in the data. Random numbers and learning rates
-follow from the position (see `seeds.py`, `schedule.py`). The ranks share the writing, so the folder must be one that
-they all see. A folder counts once its `.metadata` is there, which is written last.
+They hold the weights (and their average, if there is one), the state of the optimiser, and the position in the data.
+Random numbers and learning rates follow from the position (see `seeds.py`, `schedule.py`). The ranks share the writing,
+so the folder must be one that they all see. A folder counts once its `.metadata` is there, which is written last.
 """
 
 import shutil
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from dpzoo.train.average import WeightAverage
 from dpzoo.train.config import TrainConfig
 from dpzoo.train.team import Team
 
@@ -46,11 +47,21 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
-def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, team: Team, keep: int) -> Path:
+def save(
+    folder: Path,
+    position: Position,
+    model: nn.Module,
+    optimizer: Optimizer,
+    team: Team,
+    keep: int,
+    average: WeightAverage | None = None,
+) -> Path:
     """Write a checkpoint, all ranks together, and delete all but the newest `keep`."""
     target = folder / f"{PREFIX}{position.step:08d}"
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "position": asdict(position)}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "position": asdict(position)}
+    if average is not None:
+        state["average"] = average.weights
     if team.is_first and target.exists():  # unfinished, or of a run that was taken back to an earlier step
         shutil.rmtree(target)
     team.from_first(None)
@@ -62,10 +73,18 @@ def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimize
     return target
 
 
-def resume(folder: Path, model: nn.Module, optimizer: Optimizer, config: TrainConfig, team: Team) -> Position:
+def resume(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: TrainConfig,
+    team: Team,
+    average: WeightAverage | None = None,
+) -> Position:
     """Load the newest good checkpoint as `config.resume` says; without one, the position of the beginning.
 
-    A checkpoint whose files are damaged is passed over with a warning, one of another model is an error.
+    A checkpoint whose files are damaged is passed over with a warning, one of another model is an error. Without
+    an average in it, the average begins with the weights.
 
     Raises:
         CheckpointError: on all ranks: of another model or seed; none that can be read though some are there; or the
@@ -79,6 +98,8 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer, config: TrainCo
     for path in reversed(found):
         weights, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments, "position": asdict(Position())}
+        if average is not None:
+            state["average"] = average.weights
         if not _load(state, path):
             continue
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -88,28 +109,41 @@ def resume(folder: Path, model: nn.Module, optimizer: Optimizer, config: TrainCo
                 f"{path} was made with seed={position.seed}, this run has seed={config.seed}: its data and random "
                 "numbers would not go on where they stopped"
             )
+        if average is not None and "average" not in state:
+            average.restart()
         return position
     if found:
         raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} can be read")
     return Position(seed=config.seed)
 
 
-def load_model(model: nn.Module, folder: Path) -> Path:
+def load_model(model: nn.Module, folder: Path, average: bool = False) -> Path:
     """Load the weights of the newest good checkpoint of a run, on any number of ranks; returns which it was.
 
+    Args:
+        average: take the averaged weights (`TrainConfig.ema`).
+
     Raises:
-        CheckpointError: there is none, or it belongs to another model.
+        CheckpointError: there is none, it belongs to another model, or it has no average.
     """
     for path in reversed(find_checkpoints(folder)):
-        weights = model.state_dict()
-        if _load({"model": weights}, path):
-            model.load_state_dict(weights)
-            return path
+        state: dict[str, Any] = {"model": model.state_dict()}
+        if average:
+            state["average"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if not _load(state, path):
+            continue
+        if average and "average" not in state:
+            raise CheckpointError(f"{path} has no averaged weights: it was trained without ema")
+        model.load_state_dict(state["model"] | state.get("average", {}))
+        return path
     raise CheckpointError(f"{folder} holds no checkpoint ({PREFIX}*/.metadata) that can be read")
 
 
 def _load(state: dict[str, Any], path: Path) -> bool:
-    """Read into `state`; False, with a warning, if files are damaged. All ranks come to the same end."""
+    """Read into `state`; False, with a warning, if files are damaged. All ranks come to the same end.
+
+    An "average" that the checkpoint does not have is taken out of `state`.
+    """
     try:
         with _no_news():
             metadata = dcp.FileSystemReader(path).read_metadata()
@@ -117,6 +151,8 @@ def _load(state: dict[str, Any], path: Path) -> bool:
         warnings.warn(f"{path}: its metadata cannot be read ({error}); trying the one before", stacklevel=3)
         return False
     _check_model(state["model"], metadata.state_dict_metadata, path)
+    if not any(name.startswith("average.") for name in metadata.state_dict_metadata):
+        state.pop("average", None)
     try:
         with _no_news():
             dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())

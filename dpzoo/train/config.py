@@ -19,6 +19,8 @@ class TrainConfig:
         clip: largest 2-norm of the gradient of all weights; None leaves gradients alone.
         schedule: of the learning rate after the warm-up: "constant", or "cosine" down to `final_rate` of it.
         warmup_steps: steps over which the rate rises linearly from zero.
+        ema: decay of an exponential moving average of the weights, which validations use and `load_model` can load;
+            None for none. See `dpzoo.train.average`.
         seed: of every random number, together with the step; see `dpzoo.train.seeds`.
         validate_every: epochs between validations, also after the last; 0 for none.
         checkpoint_every: steps between checkpoints; one is also written at the end and when the run is stopped. 0 for
@@ -29,6 +31,8 @@ class TrainConfig:
         log_every: steps between lines of the journal, each with the mean over the steps since the last.
         progress_bar: show one on a terminal (tqdm).
         tensorboard: write event files too (the extra `dpzoo[track]`).
+        wandb: name of the project, to report to Weights & Biases too (the extra `dpzoo[wandb]`).
+        mlflow: name of the experiment, to report to MLflow too (the extra `dpzoo[mlflow]`).
 
     Raises:
         ValueError: a number that cannot be meant.
@@ -43,6 +47,7 @@ class TrainConfig:
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_steps: int = 0
     final_rate: float = 0.01
+    ema: float | None = None
     seed: int = 0
     validate_every: int = 1
     checkpoint_every: int = 200
@@ -51,6 +56,8 @@ class TrainConfig:
     log_every: int = 1
     progress_bar: bool = True
     tensorboard: bool = False
+    wandb: str | None = None
+    mlflow: str | None = None
 
     def __post_init__(self) -> None:
         at_least = {"epochs": 1, "accumulate": 1, "batch_per_group": 1, "keep": 1, "log_every": 1}
@@ -66,5 +73,7 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: clip is {self.clip}; it must be positive, or None for no clipping")
         if not 0 <= self.final_rate <= 1:
             raise ValueError(f"TrainConfig: final_rate is {self.final_rate}, a part of the full rate lies in [0, 1]")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"TrainConfig: ema is {self.ema}; a decay lies in (0, 1), None is for no average")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"TrainConfig: max_steps is {self.max_steps}; it must be positive, or None for all steps")

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON per report, lines on the console, a progress bar, event files for TensorBoard.
+"""What a run tells: a line of JSON per report, lines on the console, a progress bar, and what the trackers take.
 
 Only the first rank writes. A run that is resumed first drops the lines that come after its checkpoint, so the file
 always tells one curve.
@@ -13,19 +13,9 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from dpzoo.train.config import TrainConfig
+from dpzoo.train.trackers import Tracker, open_trackers
 
 FILE = "metrics.jsonl"
-
-
-def require_reporters(config: TrainConfig) -> None:
-    """Raise ImportError, on every rank alike, for a package that the configuration needs and that is not there."""
-    if config.tensorboard:
-        try:
-            import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ImportError(
-                f'tensorboard=True needs tensorboard ({error}): pip install tensorboard, or pip install "dpzoo[track]"'
-            ) from error
 
 
 class Journal:
@@ -41,7 +31,7 @@ class Journal:
     def __init__(self, folder: Path, steps: int, start: int, config: TrainConfig, active: bool = True) -> None:
         self._active = active
         self._bar: Any = None
-        self._events: Any = None
+        self._trackers: list[Tracker] = []
         self._file: TextIO | None = None
         self._told = time.monotonic()
         if not active:
@@ -50,10 +40,7 @@ class Journal:
         keep_until(folder / FILE, start)
         self._file = (folder / FILE).open("a")
         self._bar = _progress_bar(steps, start) if config.progress_bar else None
-        if config.tensorboard:
-            # A second writer purges what an earlier one wrote from this step on.
-            writer = import_module("torch.utils.tensorboard").SummaryWriter
-            self._events = writer(str(folder / "tensorboard"), purge_step=start)
+        self._trackers = open_trackers(config, folder, start)
 
     def report(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Write `values` of step `step`; `kind` is "train" or "validation"."""
@@ -61,9 +48,8 @@ class Journal:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **values}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+        for tracker in self._trackers:
+            tracker.report(kind, step, values)
         if self._bar is not None and kind == "train":
             self._bar.set_postfix_str(f"epoch {epoch} loss {values['loss']:.4g}", refresh=False)
         seconds = time.monotonic() - self._told
@@ -87,7 +73,7 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for closable in (self._bar, self._events, self._file):
+        for closable in (self._bar, *self._trackers, self._file):
             if closable is not None:
                 closable.close()
 

@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,14 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dpzoo.train import checkpoint
+from dpzoo.train.average import WeightAverage
 from dpzoo.train.checkpoint import Position
 from dpzoo.train.config import TrainConfig
 from dpzoo.train.data_parallel import start_equal
-from dpzoo.train.journal import Journal, require_reporters
+from dpzoo.train.journal import Journal
 from dpzoo.train.schedule import Rates
 from dpzoo.train.step import Objective, train_step
 from dpzoo.train.stopping import StopSignal
 from dpzoo.train.team import Team
+from dpzoo.train.trackers import require_trackers
 from dpzoo.train.validate import Measure, validate
 
 
@@ -65,29 +68,34 @@ def fit(
         objective: (model, sample) -> "loss" and other 0-d tensors to report.
         folder: of this run, seen by all ranks: checkpoints and `metrics.jsonl`.
         mesh: of all ranks; None for one process.
-        validation: samples for `measure`, which is the objective by default.
+        validation: samples for `measure`, which is the objective by default. With `config.ema` the model then has its
+            averaged weights.
 
     Raises:
         DivergedError: the gradient is not finite. CheckpointError: see `checkpoint.resume`. Both on all ranks.
-        ImportError: TensorBoard is asked for and not installed.
+        ImportError: TensorBoard, wandb or mlflow is asked for and not installed.
     """
     team = Team(mesh, domain_axis)
-    require_reporters(config)
+    require_trackers(config)
     steps = config.epochs * -(-len(loader) // config.accumulate)
     wrapped = start_equal(model, team)
     rates = Rates(optimizer, steps, config)
-    at = checkpoint.resume(folder, model, optimizer, config, team)
+    average = None if config.ema is None else WeightAverage(model, config.ema)
+    at = checkpoint.resume(folder, model, optimizer, config, team, average)
     outcome = Outcome(at.step, at.epoch >= config.epochs)
     model.train()
     with StopSignal() as stop, Journal(folder, steps, at.step, config, team.is_first) as journal:
         if at.step:
             journal.say(f"resumed at step {at.step}, epoch {at.epoch}, from {folder}")
-        run = _Run(model, wrapped, optimizer, rates, loader, objective, config, folder, team, at, journal, stop, steps)
+        run = _Run(
+            model, wrapped, optimizer, rates, loader, objective, config, folder, team, at, journal, stop, steps, average
+        )
         for epoch in range(at.epoch, config.epochs):
             if run.is_at_its_limit or run.epoch(epoch):
                 break
             if validation is not None and _is_due(at.epoch, config):
-                outcome.validation = validate(model, validation, measure or objective, config, team)
+                with nullcontext() if average is None else average.in_use():
+                    outcome.validation = validate(model, validation, measure or objective, config, team)
                 journal.report("validation", at.step, epoch, outcome.validation)
             run.save_if_due()  # a checkpoint at the end of an epoch has its validation behind it
         outcome.finished = at.epoch >= config.epochs
@@ -116,6 +124,7 @@ class _Run:
     journal: Journal
     stop: StopSignal
     steps: int
+    average: WeightAverage | None
     newest: Path | None = None
     _saved_at: int = -1
     _recent: "_Recent" = field(default_factory=lambda: _Recent())
@@ -136,6 +145,8 @@ class _Run:
             group, begin = islice(samples, count), time.perf_counter()
             found = train_step(self.wrapped, self.optimizer, self.objective, group, count, at.step, config, team)
             at.step += 1
+            if self.average is not None:
+                self.average.update(at.step)
             at.samples += count * team.replicas
             self._recent.add({**found, "seconds": time.perf_counter() - begin})
             if at.step % config.log_every == 0:
@@ -161,7 +172,7 @@ class _Run:
         """Write a checkpoint of this step, unless there is one."""
         if self._saved_at != self.at.step:
             team, keep = self.team, self.config.keep
-            self.newest = checkpoint.save(self.folder, self.at, self.model, self.optimizer, team, keep)
+            self.newest = checkpoint.save(self.folder, self.at, self.model, self.optimizer, team, keep, self.average)
             self._saved_at = self.at.step
 
 

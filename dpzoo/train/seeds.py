@@ -10,6 +10,9 @@ import torch
 
 from dpzoo.shard import manual_seed
 
+VALIDATION = -1
+"""The number that stands for the step in a validation."""
+
 
 def seed_sample(seed: int, step: int, number: int, replica: int) -> None:
     """Seed for sample `number` of step `step` on data-parallel replica `replica`."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpzoo.train.config import TrainConfig
+from dpzoo.train.seeds import VALIDATION, seed_sample
 from dpzoo.train.step import autocast
 from dpzoo.train.team import Team
 
@@ -20,12 +21,14 @@ Measure = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 def validate(model: nn.Module, loader: "Loader", measure: Measure, config: TrainConfig, team: Team) -> dict[str, float]:
     """Mean over all samples of all replicas, each counted once (`is_repeat`), with the model in evaluation mode.
 
-    Epoch 0 of the loader every time: a sub-sample that is drawn is the same in every validation.
+    Epoch 0 of the loader every time, and the same random numbers for a sample: what is drawn, a sub-sample or the noise
+    of a diffusion model, is the same in every validation, for any number of ranks and replicas.
     """
     was_training, sums, weight = model.training, dict[str, float](), 0
     model.eval()
     try:
-        for sample in loader.epoch(0):
+        for number, sample in enumerate(loader.epoch(0)):
+            seed_sample(config.seed, VALIDATION, number * team.replicas + team.replica, 0)
             with autocast(config, team):
                 found = measure(model, sample)
             counts = not getattr(sample, "is_repeat", False)

@@ -1,0 +1,1 @@
+"""What the scripts of this example share."""
