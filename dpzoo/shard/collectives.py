@@ -12,7 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    GroupName,
+    ProcessGroup,
+    _resolve_process_group,
+)
 
 from dpzoo.shard import traffic
 from dpzoo.shard.mesh import MeshLayout
@@ -34,8 +41,14 @@ _REDUCED_AS = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
 }
-# torch renamed it; both names take (output, input, group).
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Calls go to the process group itself: torch's functions around it cost as much as a small message.
+_GATHER_NOW, _EXCHANGE_NOW, _EXCHANGE_LATER = AllgatherOptions(), AllToAllOptions(), AllToAllOptions()
+_GATHER_NOW.asyncOp = _EXCHANGE_NOW.asyncOp = False
+_EXCHANGE_LATER.asyncOp = True
+_REDUCE_NOW: dict[str, AllreduceOptions] = {}
+for _name, _op in _OPS.items():
+    _REDUCE_NOW[_name] = AllreduceOptions()
+    _REDUCE_NOW[_name].reduceOp, _REDUCE_NOW[_name].asyncOp = _op, False
 
 
 def group_of(name: str) -> ProcessGroup:
@@ -68,7 +81,9 @@ def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
         return all_reduce(t.to(_REDUCED_AS[t.dtype]), group, op).to(t.dtype)
     out = t.detach().clone(memory_format=torch.contiguous_format)
     traffic.note(out.nbytes)
-    dist.all_reduce(torch.view_as_real(out) if out.is_complex() else out, _OPS[op], group=pg)
+    work = pg.allreduce([torch.view_as_real(out) if out.is_complex() else out], _REDUCE_NOW[op])
+    if work is not None:
+        work.wait()
     return out
 
 
@@ -84,9 +99,11 @@ def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
 
 # ---------------------------------------------------------------------- movement
 def _bytes(t: Tensor) -> Tensor:
-    t = t.detach().resolve_conj().resolve_neg()  # the bytes of a lazy conjugate are those of its base
-    t = t.contiguous()  # may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses
-    return t.as_strided((t.numel(),), (1,), t.storage_offset()).view(torch.uint8)
+    if t.is_complex() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()  # the bytes of a lazy conjugate are those of its base
+    t = t.detach().contiguous()
+    # as_strided: it may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses.
+    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
 def start_transport(
@@ -97,18 +114,20 @@ def start_transport(
     Args:
         wait: come back when all is done. Either way the other ranks may do as they like.
     """
+    flat = [_bytes(p) for to in sends for p in to]
+    in_splits = [sum(p.nbytes for p in to) for to in sends]
     item = like.element_size()
-    pieces = [[_bytes(p) for p in to] for to in sends]
-    in_splits = [sum(p.numel() for p in to) for to in pieces]
     out_splits = [n * item for n in lengths]
-    flat = [p for to in pieces for p in to]
     sent = (
         torch.cat(flat) if len(flat) > 1 else flat[0] if flat else torch.empty(0, dtype=torch.uint8, device=like.device)
     )
-    received = torch.empty(sum(out_splits), dtype=torch.uint8, device=like.device)
+    received = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
     traffic.note(sent.numel())
-    work = dist.all_to_all_single(received, sent, out_splits, in_splits, group=group_of(group), async_op=not wait)
-    return PendingParts(work, sent, [part.view(like.dtype) for part in received.split(out_splits)])
+    options = _EXCHANGE_NOW if wait else _EXCHANGE_LATER
+    work = group_of(group).alltoall_base(received.view(torch.uint8), sent, out_splits, in_splits, options)
+    if wait and work is not None:
+        work.wait()
+    return PendingParts(None if wait else work, sent, list(received.split(list(lengths))))
 
 
 class PendingParts:
@@ -142,12 +161,18 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     per = longest * row * t.element_size()
     if flat.numel() != per:
         flat = torch.cat([flat, flat.new_empty(per - flat.numel())])
-    out = torch.empty(per * pg.size(), dtype=torch.uint8, device=t.device)
+    n = pg.size()
+    out = t.new_empty((n, longest * row))
     traffic.note(per)
-    _all_gather_flat(out, flat, group=pg)
-    item = t.element_size() * row
-    rows = [out.narrow(0, r * per, n * item).view(t.dtype) for r, n in enumerate(sizes)]
-    return torch.cat([p.view(with_size(t.shape, dim, n)) for p, n in zip(rows, sizes, strict=True)], dim)
+    work = pg._allgather_base(out.view(torch.uint8).view(-1), flat, _GATHER_NOW)
+    if work is not None:
+        work.wait()
+    if min(sizes) == longest:
+        if math.prod(t.shape[:dim]) == 1:  # it lies in memory as it should
+            return out.view(with_size(t.shape, dim, n * longest))
+        rows = out.view(n, *t.shape).unbind(0)
+        return torch.cat(rows, dim)
+    return torch.cat([out[r, : k * row].view(with_size(t.shape, dim, k)) for r, k in enumerate(sizes)], dim)
 
 
 @traceable(lambda *call: _all_to_all_shape(*call))
@@ -184,12 +209,12 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
         t,
         group,
     )
-    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-    total: Tensor | None = None
-    for r in range(pg.size()):  # rank order, so that the sum does not depend on who adds it
-        piece = mine if r == me else received[r].view(mine.shape)
-        total = piece.to(wide, copy=True) if total is None else total.add_(piece)
-    assert total is not None
+    pieces = [mine if r == me else received[r].view(mine.shape) for r in range(pg.size())]
+    if t.dtype in (torch.float16, torch.bfloat16):
+        pieces[0] = pieces[0].float()
+    total = pieces[0] + pieces[1]  # in rank order, so that the sum does not depend on who adds it
+    for piece in pieces[2:]:
+        total += piece
     return (total / pg.size() if op == "avg" else total).to(t.dtype)
 
 

@@ -165,7 +165,7 @@ class _Task:
         if bucket is None:
             bucket = self._open[key] = _Bucket(groups)
         bucket.items.append((weight, g))
-        bucket.nbytes += g.numel() * g.element_size()
+        bucket.nbytes += g.nbytes
         if bucket.nbytes >= BUCKET_BYTES:
             self._send(self._open.pop(key))
 

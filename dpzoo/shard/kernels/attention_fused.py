@@ -245,7 +245,8 @@ def _agrees(
 ) -> bool:
     scale, n = exact[0].shape[-1] ** -0.5, exact[0].shape[-2]
     times = exact[0].shape[1] // exact[1].shape[1]
-    with torch.inference_mode(False), torch.enable_grad():
+    own = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)  # a user's hooks see nothing of the trial
+    with torch.inference_mode(False), torch.enable_grad(), own:
         q, k, v = (t.clone().requires_grad_() for t in exact)
         seen = torch.ones(n, n, dtype=torch.bool, device=q.device)
         s = (q @ k.repeat_interleave(times, 1).mT * scale).masked_fill(~(seen.tril() if causal else seen), -torch.inf)

@@ -21,16 +21,19 @@ class GatherAttention:
         self.group, self.me, self.kv_sizes = group, comm.group_rank(group), kv_sizes
         self.queries, self.columns = Sequence(q_sizes, group, balanced), ((0, sum(kv_sizes)),)
 
-    def _whole(self, k: Tensor, v: Tensor) -> Tensor:
-        return comm.all_gather_v(packed(k, v), 2, self.kv_sizes, self.group)
+    def _whole(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, in memory token by token: of one batch entry the parts lie there as they arrive."""
+        kv = comm.all_gather_v(packed(k.transpose(1, 2), v.transpose(1, 2)), 1, self.kv_sizes, self.group)
+        return parted(kv.transpose(1, 2), k.shape[-1])
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Method.forward`; keeps the output and log-sum-exp, and what was gathered if it is small."""
-        kv, rows = self._whole(k, v), self.queries.held[self.me]
-        out, lse = attend(self.queries.enter(q), *parted(kv, k.shape[-1]), rows, self.columns, rules, mask)
-        return self.queries.leave(out), (out, lse, kv) if kv.nbytes <= KEEP_BYTES else (out, lse)
+        (keys, values), rows = self._whole(k, v), self.queries.held[self.me]
+        out, lse = attend(self.queries.enter(q), keys, values, rows, self.columns, rules, mask)
+        small = keys.nbytes + values.nbytes <= KEEP_BYTES
+        return self.queries.leave(out), (out, lse, keys, values) if small else (out, lse)
 
     def backward(
         self,
@@ -45,12 +48,12 @@ class GatherAttention:
     ) -> Gradients:
         """See `Method.backward`."""
         out, lse, *whole = kept
-        kv = whole[0] if whole else self._whole(k, v)
-        q, g = self.queries.enter(q), self.queries.enter(g)
-        rows, (keys, values) = self.queries.held[self.me], parted(kv, k.shape[-1])
+        keys, values = whole or self._whole(k, v)
+        q, g, rows = self.queries.enter(q), self.queries.enter(g), self.queries.held[self.me]
         dq, dk, dv, dmask = attend_backward(
             g, q, keys, values, out, lse, rows, self.columns, rules, mask, mask_grad
         )  # fmt: skip
-        share = packed(dk, dv).to(k.dtype)
-        dk, dv = parted(comm.reduce_scatter_v(share, 2, self.kv_sizes, self.group), k.shape[-1])
+        share = packed(dk.transpose(1, 2), dv.transpose(1, 2)).to(k.dtype)
+        own = comm.reduce_scatter_v(share, 1, self.kv_sizes, self.group)
+        dk, dv = parted(own.transpose(1, 2), k.shape[-1])
         return self.queries.leave(dq.to(q.dtype)), dk, dv, dmask

@@ -23,6 +23,7 @@ from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, rule
 from dpzoo.shard.rules.attention_choice import Choice, attention_mode, current_mode
 from dpzoo.shard.rules.attention_layout import Call, labels_of
+from dpzoo.shard.rules.attention_local import plan_local
 from dpzoo.shard.rules.attention_plan import SequencePlan, plan_sequence, written_out_arguments
 from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
 
@@ -100,7 +101,8 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, call: Call, key_of: Any) -> An
             return plan(q, k, v, mask)
     spread = _spread(q, k, v, call.grouped)
     sequence = plan_sequence(*spread, mask, call)
-    plan = sequence or partial(_planned, call)
+    planned = partial(_planned, call)
+    plan = sequence or plan_local(q, k, v, mask, call, planned) or planned
     if sequence is None or all(a is b for a, b in zip(spread, (q, k, v), strict=True)):
         if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()

@@ -26,12 +26,19 @@ def folded(t: Tensor, grouped: bool, query: bool = False) -> Tensor:
 
 def in_token_order(t: Tensor) -> Tensor:
     """With four dims, in memory as (batch, tokens, heads, channels)."""
+    _, h, n, d = t.shape
+    if t.stride() == (n * h * d, d, h * d, 1):
+        return t
     return _plainly_contiguous(t.transpose(1, 2)).transpose(1, 2)
 
 
-def as_kernels_leave_it(out: Tensor) -> Tensor:
-    """The result in the memory order of torch's own on this device, whichever way it was made: alike on all ranks."""
-    return _plainly_contiguous(out) if out.device.type == "cpu" else in_token_order(out)
+def as_kernels_leave_it(out: Tensor, like_tokens: bool = False) -> Tensor:
+    """The result in the memory order of torch's own on this device, whichever way it was made: alike on all ranks.
+
+    Args:
+        like_tokens: the queries lie in memory token by token, and torch's kernel for the CPU does as they do.
+    """
+    return in_token_order(out) if like_tokens or out.device.type != "cpu" else _plainly_contiguous(out)
 
 
 def _plainly_contiguous(t: Tensor) -> Tensor:

@@ -118,6 +118,9 @@ class SequencePlan:
             for t, s in zip(tensors, self.specs, strict=True)
         )
         self._four = tensors[0].ndim == 4 and not call.grouped
+        # torch's kernel for the CPU leaves its result in the order of the queries, where it serves (one head dim).
+        order = tensors[0]._spec.stride if isinstance(tensors[0], ShardTensor) else tensors[0].stride()
+        self._like_tokens = self._four and order[1] < order[2] and tensors[0].shape[-1] == tensors[2].shape[-1]
         self._plain_rules = Rules(call.scale, call.causal)
 
     def _make_method(self, q_sizes: Sizes, kv_sizes: Sizes) -> Method:
@@ -185,7 +188,7 @@ class SequencePlan:
         grouped = self.call.grouped
         if self._four and mask is None:
             out, kept = self.method.forward(q, k, v, None, rules)
-            return as_kernels_leave_it(out), kept
+            return as_kernels_leave_it(out, self._like_tokens), kept
         out, kept = self.method.forward(
             folded(q, grouped, query=True),
             folded(k, grouped),
@@ -193,7 +196,7 @@ class SequencePlan:
             None if mask is None else folded_mask(mask, q.shape, grouped),
             rules,
         )
-        return as_kernels_leave_it(out).reshape(*q.shape[:-1], v.shape[-1]), kept
+        return as_kernels_leave_it(out, self._like_tokens).reshape(*q.shape[:-1], v.shape[-1]), kept
 
     def backward(
         self, g: Tensor, locals_: Operands, kept: tuple[Tensor, ...], rules: Rules, mask_grad: bool
@@ -236,7 +239,7 @@ class _Attend(torch.autograd.Function):
         plan, needed = ctx.plan, ctx.needs_input_grad
         if torch.is_grad_enabled():
             return (
-                *gradients.again(ctx, lambda *t: _written_out(plan.call, ctx.dropout, *t), operands, g),
+                *gradients.again(ctx, lambda *t: written_out(plan.call, ctx.dropout, *t), operands, g),
                 None,
                 None,
             )
@@ -258,7 +261,7 @@ class _Attend(torch.autograd.Function):
         return tuple(grads)
 
 
-def _written_out(call: Call, dropout: Any, q: Any, k: Any, v: Any, mask: Any) -> Tensor:
+def written_out(call: Call, dropout: Any, q: Any, k: Any, v: Any, mask: Any) -> Tensor:
     """The same result from ops that can be differentiated again."""
     arguments = written_out_arguments(q, k, v, mask, call, dropout)
     return RULE_OF["sdpa"](F.scaled_dot_product_attention, (), arguments, {})

@@ -167,5 +167,5 @@ def _unbind(op: Any, x: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
         source = without_cut(x._spec, dim)
         x = ViewPlan(source, lambda t: t, source.cuts, source.sizes).run(x)
     spec = x._spec
-    plan = plan_of((op, spec, dim), lambda: _select_plan(op, spec, dim, 0))
+    plan = plan_of((id(op), spec, dim), lambda: _select_plan(op, spec, dim, 0))
     return tuple(alias_of(x, plan.finish(t, spec)) for t in counted(x._local_tensor.unbind, dim))

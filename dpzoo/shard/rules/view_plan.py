@@ -78,7 +78,8 @@ def run_view(op: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Answer a view op that has a planner."""
     if args and args[0].__class__ is list:
         args = (tuple(args[0]), *args[1:])
-    key = (op, x._spec, args, tuple(kwargs.items())) if kwargs else (op, x._spec, args)
+    # An op lives for ever, and its own hash is slow.
+    key = (id(op), x._spec, args, tuple(kwargs.items())) if kwargs else (id(op), x._spec, args)
     plan = _PLANS.get(key)
     if plan is None:
         plan = plan_of(key, lambda: _planned(op, x._spec, args, kwargs))
