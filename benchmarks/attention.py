@@ -33,26 +33,23 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from taking_turns import ROOT, Step, join, reset_peak, resident
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from torch.distributed.device_mesh import DeviceMesh
 
 OURS = ("ring", "gather", "ulysses", "auto")
 SETTINGS = ("one", "ceiling", *OURS, "context_parallel", "PhysicsNeMo")
 PASSES = ("forward", "forward+backward")
-Step = Callable[[], Any]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
@@ -87,7 +84,7 @@ def serve(job: Job, rank: int, folder: str, line: Connection) -> None:
     full = [torch.randn(1, job.heads, job.tokens, job.head_dim) for _ in range(3)]
     makers = {"one": lambda: plain(full, job)}
     if rank >= 0:
-        mesh = join(job, rank, folder)
+        mesh = join(f"{folder}/store", rank, job.ranks)
         makers = {"ceiling": lambda: ceiling(full, job, rank)}
         makers |= {mode: lambda mode=mode: ours(full, job, mesh, mode) for mode in OURS}
         if job.peers:
@@ -108,14 +105,6 @@ def serve(job: Job, rank: int, folder: str, line: Connection) -> None:
         line.send(timed(steps[name][number], first))
     if rank >= 0:
         dist.destroy_process_group()
-
-
-def join(job: Job, rank: int, folder: str) -> DeviceMesh:
-    """The mesh of all ranks."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", job.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timedelta(seconds=300))
-    return init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("domain",))
 
 
 def steps_of(call: Callable[..., Tensor], leaves: list[Tensor], around: Around = nullcontext) -> tuple[Step, Step]:
@@ -201,24 +190,11 @@ def timed(step: Step, first: bool) -> Sample:
     return Sample(wall, cpu, resident("VmHWM") - level)
 
 
-def resident(what: str) -> int:
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most since the last reset; 0 where the system does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(what)), 0)
-
-
 def give_back() -> None:
     """Freed memory that the allocator holds would hide what the next call needs; to get it again takes time."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def reset_peak() -> None:
-    file = Path("/proc/self/clear_refs")
-    if file.exists():
-        file.write_text("5")
 
 
 # ---------------------------------------------------------------------------------------------- around them

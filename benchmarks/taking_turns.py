@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -40,11 +40,16 @@ class Setting:
     Attributes:
         build: `build(job, rank, mesh)` makes the step of a rank; a function of a module. Alone, `mesh` is None.
         ranks: processes that do it together; 0 for one process without a group.
+        given: `given(job, rank, mesh)` makes what the step reads, whose memory is not to count; `build(job, given)`
+            then makes the step.
+        python: the interpreter of its processes; None for this one.
     """
 
     name: str
     build: Callable[..., Step]
     ranks: int = 0
+    given: Callable[..., Any] | None = None
+    python: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str
             for rank in range(max(1, setting.ranks)):
                 ours, theirs = context.Pipe()
                 lines[setting.name].append(ours)
+                context.set_executable(setting.python or sys.executable)
                 processes.append(context.Process(target=_serve, args=(setting, job, rank, folder, theirs)))
                 processes[-1].start()
                 theirs.close()
@@ -94,32 +100,43 @@ def _round(lines: dict[str, list[Connection]], names: list[str], number: int, ro
 
 def _serve(setting: Setting, job: Any, rank: int, folder: str, line: Connection) -> None:
     torch.set_num_threads(1)
-    mesh = None
-    if setting.ranks:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(f"{folder}/{setting.name}", setting.ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=setting.ranks, timeout=timedelta(seconds=600)
-        )
-        mesh = init_device_mesh("cpu", (setting.ranks,), mesh_dim_names=("domain",))
-    level = _resident("VmRSS")
-    step = setting.build(job, rank, mesh)
+    mesh = join(f"{folder}/{setting.name}", rank, setting.ranks) if setting.ranks else None
+    if setting.given is None:
+        level = resident("VmRSS")
+        step = setting.build(job, rank, mesh)
+    else:
+        given = setting.given(job, rank, mesh)
+        level = resident("VmRSS")
+        step = setting.build(job, given)
     while line.recv():
         line.send(_timed(step, level))
     if setting.ranks:
         dist.destroy_process_group()
 
 
+def join(store: str, rank: int, ranks: int) -> DeviceMesh:
+    """Of this process and the others of a gloo group, which meet in the file `store`: a mesh of one axis."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    group = {"store": dist.FileStore(store, ranks), "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", **group, timeout=timedelta(seconds=600))
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
+
+
 def _timed(step: Step, level: int) -> Sample:
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     cpu, wall = time.process_time(), time.perf_counter()
     value = step()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Sample(wall, cpu, _resident("VmHWM") - level, value)
+    return Sample(wall, cpu, resident("VmHWM") - level, value)
 
 
-def _resident(what: str) -> int:
+def reset_peak() -> None:
+    """Let ``VmHWM`` begin anew, where the system can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(what: str) -> int:
     """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most since the last reset; 0 where the system does not say."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
@@ -139,6 +156,9 @@ def summarize(rounds: list[dict[str, list[Sample]]], reference: str) -> dict[str
             "memory_mib": statistics.median(max(s.memory for s in r[name]) for r in rounds) / 2**20,
             "speedup": statistics.median(b.wall / w for b, w in zip(base, wall, strict=True)),
             "cpu_ratio": statistics.median(c / b.cpu for c, b in zip(cpu, base, strict=True)),
+            "memory_ratio": statistics.median(
+                max(s.memory for s in r[name]) / max(b.memory, 1) for r, b in zip(rounds, base, strict=True)
+            ),
             "value": rounds[0][name][0].value,
         }
     return table

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpzoo.testing import assert_parity, distributed, grid_mesh
+from tests.models.lively import liven
 
 pytest.importorskip("diffusers")
 from diffusers import DiTTransformer2DModel
@@ -24,9 +25,7 @@ class Sample(nn.Module):
             num_attention_heads=2, attention_head_dim=8, in_channels=3, out_channels=6, num_layers=2, patch_size=2,
             sample_size=ROWS, num_embeds_ada_norm=10, **options,
         )  # fmt: skip
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                weight.add_(torch.randn_like(weight) * 0.05)
+        liven(self.model, 0.05)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(

@@ -14,6 +14,7 @@ from dpzoo.models.dit_block import DiTBlock, GridAttention
 from dpzoo.models.layers.condition import ClassEmbedder, NumberEmbedder, sinusoids
 from dpzoo.models.layers.pos_embed import sincos_positions
 from dpzoo.models.layers.rotary import RotaryEmbedding, rotary_angles, rotate
+from tests.models.lively import liven
 
 SMALL: dict[str, Any] = {"embed_dim": 24, "depth": 2, "num_heads": 3, "in_chans": 3, "patch_size": 2}
 KEYS = {
@@ -44,9 +45,7 @@ KEYS = {
 
 def lively(model: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2)
+    liven(model, 0.2)
     return model.double().eval()
 
 

@@ -13,6 +13,7 @@ import dpzoo
 from dpzoo.models import DiT
 from dpzoo.shard import Shard, ShardTensor, scatter, strict
 from dpzoo.testing import assert_parity, distributed, domain_mesh, grid_mesh, row_mesh
+from tests.models.lively import liven
 
 SMALL: dict[str, Any] = {
     "patch_size": 4,
@@ -39,10 +40,7 @@ def build(name: str, grid: Sequence[int] = (ROWS, COLUMNS)) -> DiT:
     """The same weights on every rank, none of them a zero that hides a missing term."""
     torch.manual_seed(0)
     model = DiT(grid, **SMALL, **OPTIONS[name]).double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
+    return liven(model)
 
 
 def inputs(model: nn.Module, batch: int = 1) -> tuple[Tensor | None, ...]:

@@ -10,6 +10,7 @@ from torch import nn
 from dpzoo.models import NeighborhoodTransformer
 from dpzoo.shard import Shard, ShardTensor, scatter, scatter_tensor, strict
 from dpzoo.testing import assert_parity, distributed, domain_mesh, grid_mesh, row_mesh
+from tests.models.lively import liven
 
 SMALL: dict[str, Any] = {"embed_dim": 8, "depths": (2, 2), "num_heads": (2, 2), "kernel_size": 3, "num_classes": 5}
 DENSE: dict[str, Any] = {**SMALL, "num_classes": 0, "head": "dense", "out_chans": 2}
@@ -32,10 +33,7 @@ def build(name: str) -> nn.Module:
     """The same weights on every rank, none so small that it hides a missing term."""
     torch.manual_seed(0)
     model = MODELS[name][0]().double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
+    return liven(model)
 
 
 def field(name: str, batch: int = 1) -> torch.Tensor:

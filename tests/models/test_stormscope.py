@@ -6,16 +6,14 @@ import torch
 from dpzoo.models import StormScope, create_model, list_models
 from dpzoo.models.diffusion import EDMLoss, EDMSampler
 from dpzoo.models.registry import create_tiny_model
+from tests.models.lively import liven
 
 
 def tiny(**options: object) -> StormScope:
     torch.manual_seed(0)
     model = create_tiny_model("stormscope_nano", **options)
     assert isinstance(model, StormScope)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
+    return liven(model)
 
 
 def test_the_size_of_the_paper():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpzoo.testing import assert_parity, distributed, grid_mesh, row_mesh
+from tests.models.lively import liven
 
 SWIN: dict[str, Any] = {
     "img_size": (64, 32), "window_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3), "num_classes": 3,
@@ -41,10 +42,7 @@ def build(name: str, training: bool = True) -> nn.Module:
     """The same weights on every rank, none of them a zero that hides a missing term."""
     torch.manual_seed(0)
     model = MODELS[name]().double().train(training)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    return model
+    return liven(model, 0.05)
 
 
 def picture(name: str, batch: int = 1) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpzoo.models import Transolver, create_model
 from dpzoo.models.layers.physics_attention import PhysicsAttention
 from dpzoo.models.transolver_keys import from_physicsnemo
+from tests.models.lively import liven
 
 PARAMETERS = {  # millions, as published for the recipes
     "transolver_drivaer_surface": 3.99,
@@ -22,10 +23,7 @@ def small(**options) -> Transolver:
     torch.manual_seed(0)
     options = {"embed_dim": 16, "depth": 3, "num_heads": 2, "num_slices": 5, **options}
     model = Transolver(**options).double().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2)
-    return model
+    return liven(model, 0.2)
 
 
 def random(*shape: int) -> Tensor:

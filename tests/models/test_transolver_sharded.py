@@ -9,6 +9,7 @@ from dpzoo.models.layers.physics_attention import PhysicsAttention
 from dpzoo.shard import Shard, ShardTensor, manual_seed, scatter, strict
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import assert_parity, distributed, domain_mesh, grid_mesh, row_mesh
+from tests.models.lively import liven
 
 SIZES = {"embed_dim": 16, "depth": 2, "num_heads": 2, "num_slices": 5}
 MODELS = {
@@ -24,10 +25,7 @@ MODELS = {
 def build(name: str) -> Transolver:
     torch.manual_seed(0)
     model = Transolver(**{**SIZES, **MODELS[name]}).double()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
+    return liven(model)
 
 
 def inputs(model: Transolver) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from dpzoo.models import ResidualUNet, UNet, create_model, list_models
 from dpzoo.models.unet import fit_grid
+from tests.models.lively import liven
 
 TINY: dict[str, Any] = {"in_chans": 2, "out_chans": 3, "channels": (4, 6, 8)}
 
@@ -146,9 +147,7 @@ def test_residual_keys_are_stable():
 def test_equals_the_net_written_out(skip_first: bool):
     torch.manual_seed(0)
     model = UNet(**TINY, skip_first=skip_first)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.3)
+    liven(model, 0.3)
     w = model.state_dict()
 
     def unit(x: torch.Tensor, key: str, stride: int = 1) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dpzoo.models import DiffusionUNet, create_model
 from dpzoo.models.layers.grid_attention import GridAttention
 from dpzoo.models.layers.resample import ResampleConv, filter_field, outer_filter
 from dpzoo.models.layers.time_embedding import FourierTime, PositionalTime
+from tests.models.lively import liven
 
 TINY: dict[str, Any] = {"in_chans": 2, "out_chans": 3, "model_channels": 8, "num_blocks": 1, "dropout": 0.0}
 NCSNPP: dict[str, Any] = {
@@ -24,10 +25,7 @@ NCSNPP: dict[str, Any] = {
 def shaken(model: torch.nn.Module) -> torch.nn.Module:
     """No weight so near zero that a wrong term hides."""
     torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
+    return liven(model)
 
 
 def inputs(*grid: int) -> tuple[torch.Tensor, torch.Tensor]:

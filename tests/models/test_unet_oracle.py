@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dpzoo.models import ResidualUNet, UNet
+from tests.models.lively import liven
 
 
 def renamed(state: dict[str, torch.Tensor], rules: dict[str, str]) -> dict[str, torch.Tensor]:
@@ -25,9 +26,7 @@ def renamed(state: dict[str, torch.Tensor], rules: dict[str, str]) -> dict[str, 
 
 def assert_same(reference: nn.Module, ours: nn.Module, rules: dict[str, str], *shape: int) -> None:
     torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in reference.parameters():
-            weight.add_(torch.randn_like(weight) * 0.1)
+    liven(reference)
     ours.load_state_dict(renamed(reference.state_dict(), rules), strict=True)
     x = torch.randn(shape)
     expected, found = reference.eval()(x), ours.eval()(x)

@@ -109,14 +109,25 @@ def test_swaps_on_three_axes():
     assert torch.equal(x.redistribute(placements=[P, Shard(0), R]).full_tensor(), full)
 
 
+def _pairs_with_gradients(ndim):
+    """Every pair of layouts of an axis; of two axes every pair without averages, and each average from and to one."""
+    sums, average = [Shard(0), Shard(1), R, P], Partial("avg")
+    if ndim == 1:
+        return list(itertools.product([(p,) for p in (*sums, average)], repeat=2))
+    layouts = [
+        p for p in itertools.product([*sums, average], repeat=ndim) if not (isinstance(p[0], Shard) and p[0] == p[1])
+    ]
+    plain = [p for p in layouts if average not in p]
+    averaged = [p for p in layouts if average in p]
+    some = [*zip(averaged, plain, strict=False), *zip(plain, averaged, strict=False)]
+    return [*itertools.product(plain, repeat=2), *some, *zip(averaged, averaged[::-1], strict=True)]
+
+
 @distributed(ranks=4, timeout=60)
 def test_gradients_come_back_in_the_layout_they_left():
     full = whole(3, 4)
     for mesh in (domain_mesh(), grid_mesh(), row_mesh()):
-        places = [Shard(0), Shard(1), R, P, Partial("avg")]
-        for a, b in itertools.product(itertools.product(places, repeat=mesh.ndim), repeat=2):
-            if any(isinstance(p[0], Shard) and p[0] == p[-1] and len(p) > 1 for p in (a, b)):
-                continue
+        for a, b in _pairs_with_gradients(mesh.ndim):
             x = lay(full, mesh, a).detach().requires_grad_(True)
             (x.redistribute(placements=b).full_tensor() * full).sum().backward()
             # A summand's derivative is that of the sum, whole on every rank.

@@ -7,6 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpzoo.shard import Shard, scatter_tensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, op_test, with_derivatives
+from tests.shard.rules.inputs import FEW
 
 
 def _few(x):
@@ -14,7 +15,6 @@ def _few(x):
     return a.square().sum() + (c * c).sum() + x.chunk(3, 1)[1].pow(3).sum() + x.unbind(1)[2].sin().sum()
 
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 CASES = [
     OpCase("second derivatives, some parts unused", fn=with_derivatives(_few), shape=(9, 6), shard=0, mesh2d=(0, 1)),
     OpCase(

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpzoo.testing import OpCase, op_test, with_derivatives
-
-FEW = {"ranks": (2, 3), "subgroups": False}
+from tests.shard.rules.inputs import FEW
 
 
 def _distinct(shape: tuple[int, ...]) -> Tensor:

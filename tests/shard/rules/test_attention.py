@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpzoo.shard import attention_mode
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, expect_same_error, op_test, with_derivatives
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 GRID = {"ranks": (), "subgroups": False}
 sdpa = F.scaled_dot_product_attention
 

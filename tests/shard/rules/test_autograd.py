@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dpzoo.shard import ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
 from dpzoo.testing.cutting import cut_tensor, plan_cut
-
-FEW = {"ranks": (2, 3), "subgroups": False}
+from tests.shard.rules.inputs import FEW
 
 
 def _cut(full: Tensor, dim: int = 0, layout: str = "uneven") -> ShardTensor:

@@ -8,10 +8,9 @@ import torch
 
 from dpzoo.shard import Replicate, Shard, ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, op_test
+from tests.shard.rules.inputs import FEW
 from tests.shard.rules.inputs import cut as _cut
 from tests.shard.rules.inputs import numbers as _numbers
-
-FEW = {"ranks": (2, 3), "subgroups": False}
 
 CASES = [
     OpCase("like", fn=lambda x: [torch.zeros_like(x), torch.ones_like(x, dtype=torch.int64), torch.full_like(x, 2.5),

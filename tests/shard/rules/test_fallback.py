@@ -20,10 +20,9 @@ from dpzoo.shard import (
 )
 from dpzoo.shard.tensor import DISPATCH, FUNCTIONS, NAMED
 from dpzoo.testing import OpCase, distributed, expect_error, op_test
+from tests.shard.rules.inputs import FEW
 from tests.shard.rules.inputs import cut as _cut
 from tests.shard.rules.inputs import numbers as _numbers
-
-FEW = {"ranks": (2, 3), "subgroups": False}
 
 CASES = [
     OpCase("linalg", fn=lambda x: [torch.linalg.svdvals(x), torch.linalg.pinv(x)], shape=(2, 4, 3), shard=0,

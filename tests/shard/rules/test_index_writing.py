@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from dpzoo.testing import OpCase, distributed, expect_same_error, op_test, with_derivatives
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 K = torch.tensor([4, 1, 0])
 ZEROS = torch.zeros(9, 4, dtype=torch.int64)
 

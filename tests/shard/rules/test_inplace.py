@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from dpzoo.shard import MissingShardPatch, ShardError
 from dpzoo.testing import OpCase, assert_parity, distributed, expect_error, op_test
+from tests.shard.rules.inputs import FEW
 from tests.shard.rules.inputs import cut as _cut
 from tests.shard.rules.inputs import numbers as _numbers
-
-FEW = {"ranks": (2, 3), "subgroups": False}
 
 
 def _edited(change):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import dpzoo
-from dpzoo.testing import OpCase, distributed, domain_mesh, layout_sizes, op_test
+from dpzoo.testing import OpCase, distributed, domain_mesh, op_test
+from tests.shard.rules.inputs import raises_like_torch
 
 
 def case(name, fn, shape, shard, covers=("cat along a cut dim",), **options):
@@ -153,13 +154,7 @@ BAD = {
 @distributed(ranks=2)
 @pytest.mark.parametrize("what", sorted(BAD))
 def test_where_torch_raises_every_rank_raises_the_same(what):
-    full = torch.randn(2, 7, 3)
-    with pytest.raises(Exception) as of_torch:
-        BAD[what](full)
-    mesh = domain_mesh()
-    for layout in ("uneven", "empty"):
-        with pytest.raises(of_torch.type):
-            BAD[what](dpzoo.scatter(full, mesh, dim=1, sizes=layout_sizes(7, 2, layout)))
+    raises_like_torch(BAD[what], torch.randn(2, 7, 3))
 
 
 @distributed(ranks=3)

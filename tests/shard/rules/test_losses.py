@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 SHAPES = [(3, 9, 2), (3, 9, 2)]
 
 

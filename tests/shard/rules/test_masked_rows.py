@@ -7,8 +7,8 @@ import torch
 from dpzoo.shard import scatter, strict
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_same_error, op_test
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 ALL = ("even", "uneven", "empty", "empty_last", "misaligned")
 EVERY_THIRD = torch.arange(17) % 3 == 0
 

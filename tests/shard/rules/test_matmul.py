@@ -13,13 +13,12 @@ from dpzoo.shard import ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
 from dpzoo.testing import with_derivatives as _second
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.rules.inputs import FEW
 
 
 def _complex(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, dtype=torch.complex128)
 
-
-FEW = {"ranks": (2, 3), "subgroups": False}
 
 CASES = [
     # ------------------------------------------------------------------ linear

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from dpzoo.shard import ShardTensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test, with_derivatives
 from dpzoo.testing.cutting import cut_tensor, plan_cut
-
-FEW = {"ranks": (2, 3), "subgroups": False}
+from tests.shard.rules.inputs import FEW
 
 
 def _whole(shape: tuple[int, ...]) -> Tensor:

@@ -10,8 +10,8 @@ from dpzoo.shard import scatter, strict
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_error, op_test
 from dpzoo.testing.derivatives import with_derivatives
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 ALL = ("even", "uneven", "empty", "empty_first", "misaligned")
 
 

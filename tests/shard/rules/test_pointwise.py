@@ -15,10 +15,9 @@ import dpzoo
 from dpzoo.shard import LayoutError, PromotionWarning, ShardError, ShardTensor, TensorPromotionMode
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test, with_derivatives
 from dpzoo.testing.meshes import grid_mesh
+from tests.shard.rules.inputs import FEW
 from tests.shard.rules.inputs import cut as _cut
 from tests.shard.rules.inputs import numbers as _numbers
-
-FEW = {"ranks": (2, 3), "subgroups": False}
 
 
 def _unit(shape: tuple[int, ...]) -> Tensor:
@@ -90,7 +89,7 @@ def _binary_case(name, first, second, dims, plain=(), **options):
 
 
 CASES = [
-    OpCase("unary", fn=_each(torch, UNARY), shape=(5, 9), shard=1, fill=_unit, mesh2d=(0, 1)),
+    OpCase("unary", fn=_each(torch, UNARY), shape=(5, 9), shard=1, fill=_unit, mesh2d=(0, 1), **FEW),
     OpCase("special", fn=_each(torch.special, SPECIAL), shape=(5, 9), shard=1, fill=_unit, **FEW),
     OpCase("activations", fn=_each(F, ACTIVATIONS), shape=(5, 9), shard=1, mesh2d=(0, 1), **FEW),
     OpCase(
@@ -125,7 +124,7 @@ CASES = [
     _binary_case("outer", (5, 1), (1, 9), (0, 1), **FEW),
     _binary_case("second has more dims", (9,), (3, 5, 9), (0, 1), **FEW),
     _binary_case("a cut dim of size 1", (5, 1), (5, 9), (1, 1), **FEW),
-    _binary_case("plain row", (5, 9), None, (1,), plain=[(9,)], mesh2d=(0, 1)),
+    _binary_case("plain row", (5, 9), None, (1,), plain=[(9,)], mesh2d=(0, 1), subgroups=False),
     _binary_case("plain column first", (5, 9), None, (1,), plain=[(5, 1)], fn=lambda x, w: _binary(w, x), **FEW),
     _binary_case("plain with more dims", (9,), None, (0,), plain=[(3, 2, 9)], **FEW),
     _binary_case("plain of the size of one shard", (4, 3), None, (1,), plain=[(4, 1)], **FEW),

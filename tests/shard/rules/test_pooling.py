@@ -15,8 +15,8 @@ from dpzoo.shard import Shard, scatter_tensor
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.rules.inputs import FEW
 
-FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 
 

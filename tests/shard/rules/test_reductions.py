@@ -9,11 +9,12 @@ import torch.nn.functional as F
 
 from dpzoo.shard import ShardTensor
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, layout_sizes, op_test
+from tests.shard.rules.inputs import raises_like_torch
+from tests.shard.rules.rows import SHAPE, case, everywhere
 
 DIMS = (None, (), 0, 1, -1, (0, 1), (1, 2), (0, -1), (2, 1, 0))
 SOME_DIMS = (0, 1, -1, (0, 1), (1, 2), (0, -1), (2, 1, 0))  # without "all": some ops take () literally
 ONE_DIM = (0, 1, -1)
-SHAPE = (3, 7, 4)
 
 
 def over(op, dims=DIMS, keepdims=(False, True), **options):
@@ -30,17 +31,6 @@ def second_order(*ops):
         return torch.autograd.grad(sum((out**3).sum() for out in outs), x, create_graph=True)
 
     return run
-
-
-def case(name, fn, covers, shape=SHAPE, shard=1, **options):
-    """A row on 2 and 3 ranks and a 2-D mesh; the sub-groups and other numbers of ranks are walked by some rows."""
-    options = {"ranks": (2, 3), "subgroups": False, "mesh2d": (0, 1), "layouts": ("uneven", "empty")} | options
-    return OpCase(name, fn=fn, shape=shape, shard=shard, covers=covers, **options)
-
-
-def everywhere(name, fn, covers, **options):
-    """A row on all meshes and layouts."""
-    return case(name, fn, covers, ranks=(1, 2, 3, 4), subgroups=True, layouts=("even", "uneven", "empty"), **options)
 
 
 def ties(shape):
@@ -398,12 +388,7 @@ BAD = {
 @distributed(ranks=2)
 @pytest.mark.parametrize("what", sorted(BAD))
 def test_where_torch_raises_every_rank_raises_the_same(what):
-    full = torch.randn(SHAPE)
-    with pytest.raises(Exception) as of_torch:
-        BAD[what](full)
-    for layout in ("uneven", "empty"):
-        with pytest.raises(of_torch.type):
-            BAD[what](sharded(full, layout=layout))
+    raises_like_torch(BAD[what], torch.randn(SHAPE))
 
 
 @distributed(ranks=3)

@@ -19,8 +19,8 @@ from dpzoo.testing import (
     op_test,
 )
 from dpzoo.testing.derivatives import with_derivatives
+from tests.shard.rules.inputs import FEW
 
-FEW = {"ranks": (2, 3), "subgroups": False}
 ALL = ("even", "uneven", "empty", "misaligned")
 K = torch.tensor([4, 1, 16, 1, 8])
 GRID = torch.tensor([[0, 16], [3, 3], [9, 12]])

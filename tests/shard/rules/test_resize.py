@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dpzoo.shard import Shard, scatter_tensor
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
+from tests.shard.rules.inputs import FEW
 
-FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 IMAGE: dict[str, Any] = {"shape": (2, 3, 9, 6), "shard": 2, "mesh2d": (2, 3)}
 HARD = ("even", "uneven", "tiny", "empty", "empty_first", "empty_last")

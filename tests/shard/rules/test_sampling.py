@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dpzoo.shard import GatherWarning, Shard, reset_warnings, scatter_tensor
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_same_error, op_test
+from tests.shard.rules.inputs import FEW
 
-FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 
 

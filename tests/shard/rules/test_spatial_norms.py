@@ -14,8 +14,8 @@ from dpzoo.shard import Shard, ShardTensor, scatter_tensor
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
 from dpzoo.testing import with_derivatives as _second
+from tests.shard.rules.inputs import FEW
 
-FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 IMAGE: dict[str, Any] = {"shape": (2, 4, 9, 6), "shard": 2, "mesh2d": (2, 3)}
 HARD = ("even", "uneven", "tiny", "empty", "empty_first", "empty_last")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpzoo.testing import OpCase, distributed, expect_same_error, op_test
+from tests.shard.rules.inputs import FEW
 
-FEW: dict[str, Any] = {"ranks": (2, 3), "subgroups": False}
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 IMAGE: dict[str, Any] = {"shape": (2, 4, 9, 6), "shard": 2, "mesh2d": (2, 3)}
 

@@ -6,18 +6,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import dpzoo
 from dpzoo.shard import ShardError, ShardTensor
-from dpzoo.testing import OpCase, distributed, domain_mesh, layout_sizes, op_test
-
-SHAPE = (3, 7, 4)
-
-
-def case(name, fn, covers=(), shape=SHAPE, shard=1, **options):
-    options = {"ranks": (2, 3), "subgroups": False, "mesh2d": (0, 1), "layouts": ("uneven", "empty")} | options
-    return OpCase(name, fn=fn, shape=shape, shard=shard, covers=covers, **options)
-
-
-def everywhere(name, fn, covers=(), **options):
-    return case(name, fn, covers, ranks=(1, 2, 3, 4), subgroups=True, layouts=("even", "uneven", "empty"), **options)
+from dpzoo.testing import distributed, domain_mesh, layout_sizes, op_test
+from tests.shard.rules.inputs import raises_like_torch
+from tests.shard.rules.rows import SHAPE, case, everywhere
 
 
 def orders(x):
@@ -297,12 +288,7 @@ BAD = {
 @distributed(ranks=2)
 @pytest.mark.parametrize("what", sorted(BAD))
 def test_where_torch_raises_every_rank_raises_the_same(what):
-    full = torch.randn(SHAPE)
-    with pytest.raises(Exception) as of_torch:
-        BAD[what](full)
-    for layout in ("uneven", "empty"):
-        with pytest.raises(of_torch.type):
-            BAD[what](sharded(full, layout=layout))
+    raises_like_torch(BAD[what], torch.randn(SHAPE))
 
 
 @distributed(ranks=2)
