@@ -38,12 +38,17 @@ class Job:
     k: int
 
 
+_STEP = 2654435761  # a prime: multiplied by it, the row numbers change places
+
+
 def _rows(job: Job, begin: int, end: int, ordered: bool) -> Tensor:
-    """Rows of the cloud, made without the others: x is the row number, or scattered over all of it."""
+    """Rows of the cloud, made without the others: in random order, or the same points ordered by x."""
     row = torch.arange(begin, end)
-    mixed = (row * 2654435761 + 12345) % job.points if not ordered else row
+    if ordered:
+        row = (row - 12345) * pow(_STEP, -1, job.points) % job.points
+    x = (row * _STEP + 12345) % job.points / job.points
     y, z = ((row * factor) % 1000003 / 1000003 for factor in (48271, 69621))
-    return torch.stack([mixed / job.points, y, z], 1).double()
+    return torch.stack([x, y, z], 1).double()
 
 
 def scipy(job: Job, rank: int, mesh: Any) -> Step:

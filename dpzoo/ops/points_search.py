@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 FAR = 2**62  # the index of no point: behind all others
 _BLOCK = 2**21  # distances held at once
+ROWS = 2**16  # queries searched at once: what lies between a search and its answer stays small
 _TREE_DIMS = 16  # beyond, a tree visits almost every point
 
 
@@ -204,6 +205,12 @@ class PointIndex:
         queries = measured(queries.detach()).contiguous()
         if not len(self.points) or not len(queries):
             return nothing_yet(queries, k)
+        if len(queries) > ROWS:
+            squared, indices = nothing_yet(queries, k)
+            for start in range(0, len(queries), ROWS):
+                part = slice(start, start + ROWS)
+                squared[part], indices[part] = self.nearest(queries[part], k, radius)
+            return squared, indices
         squared, indices = self._by_tree(queries, k, radius) if self.tree is not None else self._by_blocks(queries, k)
         too_far = squared > radius * radius
         squared, indices = squared.masked_fill_(too_far, math.inf), indices.masked_fill_(too_far, FAR)

@@ -287,3 +287,12 @@ def test_an_index_can_be_asked_again():
         assert at.shape == (4, 25)
         assert (at[:, 20:] == FAR).all()
         assert squared[:, 20:].isinf().all()
+
+
+def test_a_search_in_pieces_changes_nothing(monkeypatch):
+    points, queries = torch.randint(0, 4, (60, 3)).double(), torch.randint(0, 4, (45, 3)).double()
+    whole = ops.knn(points, queries, 5), ops.radius_search(points, queries, 1.5, 4)
+    monkeypatch.setattr("dpzoo.ops.points_search.ROWS", 7)
+    pieces = ops.knn(points, queries, 5), ops.radius_search(points, queries, 1.5, 4)
+    for a, b in zip(whole, pieces, strict=True):
+        assert torch.equal(a.distances, b.distances) and torch.equal(a.indices, b.indices)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpzoo.ops.points_search import FAR, PointIndex, measured, merge, nothing_yet
+from dpzoo.ops.points_search import FAR, ROWS, PointIndex, measured, merge, nothing_yet
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.partition import Sizes, starts
 
@@ -79,9 +79,11 @@ def _search(block: Tensor, queries: Tensor, box: Tensor, best: Choice, k: int, r
         return
     index = PointIndex(block)
     rows = rows[reach[rows].argsort()]
-    for part in rows.tensor_split(_BUCKETS) if bool(torch.isfinite(reach[rows[0]])) else (rows,):
-        if len(part):
-            bound = math.sqrt(float(reach[part[-1]])) * (1 + 1e-12)
+    for group in rows.tensor_split(_BUCKETS) if bool(torch.isfinite(reach[rows[0]])) else (rows,):
+        if not len(group):
+            continue
+        bound = math.sqrt(float(reach[group[-1]])) * (1 + 1e-12)
+        for part in group.split(ROWS):
             squared, indices = index.nearest(queries[part], k, bound)
             indices = torch.where(indices == FAR, indices, indices + first)
             joined = merge((best[0][part], best[1][part]), (squared, indices), k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -154,3 +155,14 @@ def test_errors_are_raised_on_every_rank():
     ):
         expect_error(call, ValueError, "NaN or infinite")
     expect_error(lambda: ops.signed_distance(p, CUBE.float(), FACES + 1), IndexError, "out of bounds")
+
+
+@distributed(ranks=3)
+def test_a_ring_that_searches_in_pieces_changes_nothing():
+    points, queries, mesh = _grid((40, 3)), _grid((33, 3)), domain_mesh()
+    expected = ops.knn(points, queries, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpzoo.shard.kernels.knn_ring.ROWS", 5)
+        found = ops.knn(scatter(points, mesh, dim=0), scatter(queries, mesh, dim=0, sizes=(11, 0, 22)), 4)
+    assert torch.equal(found.distances.full_tensor(), expected.distances)
+    assert torch.equal(found.indices.full_tensor(), expected.indices)
