@@ -24,6 +24,7 @@ from dpzoo.shard.registry import handler, spellings
 from dpzoo.shard.rules.parts import whole_values
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.tracing import is_tracing
 
 
 def _no_generator(func: Any, generator: torch.Generator | None) -> None:
@@ -73,6 +74,7 @@ def dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inplac
 @handler(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, name="torch.dropout")
 def torch_dropout(func: Any, input: Any, p: float, train: bool) -> Any:
     """The functions under `F.dropout` and `F.dropout2d`."""
+    torch.dropout(torch.empty(0), p, train)  # torch's own error for a p out of range
     return _drop(input, p, train, func.__name__.endswith("_"), func.__name__.startswith("feature"))
 
 
@@ -114,6 +116,7 @@ def rrelu(
     func: Any, input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: Any = False
 ) -> Any:
     """Leaky ReLU with a random slope in training."""
+    F.rrelu(torch.empty(0), lower, upper)  # torch says what is wrong with the bounds
     x = input.detach()
     slope = lower + torch.rand_like(x) * (upper - lower) if training else torch.full_like(x, (lower + upper) / 2)
     slope = slope.masked_fill(x > 0, 1.0)
@@ -166,10 +169,19 @@ def bernoulli(func: Any, input: Any, p: Any = None, *, generator: Any = None, ou
     _no_generator(func, generator)
     if out is not None:
         return refuse(func, (), (input,), {"out": out})
+    _check_probabilities(input.detach() if p is None else p)
     spec = whole_values(input._spec)
     numbers = wrap(random.uniform(spec, input.device), spec.of_dtype(torch.float64).like(shape=spec.shape))
     drawn = (numbers < (input.detach() if p is None else p)).to(input.dtype)
     return drawn + input * 0 if input.requires_grad and p is None else drawn  # torch gives it a gradient of zeros
+
+
+def _check_probabilities(p: Any) -> None:
+    """Raise torch's error on every rank for a probability out of range; CUDA checks values on the device only."""
+    if not isinstance(p, Tensor):
+        torch.bernoulli(torch.empty(0), p)
+    elif p.device.type == "cpu" and not is_tracing() and not bool(((p >= 0) & (p <= 1)).all()):
+        torch.bernoulli(torch.tensor(2.0))
 
 
 # ---------------------------------------------------------------------- fills

@@ -14,6 +14,7 @@ from dpzoo.shard import MissingShardPatch, Replicate, Shard, ShardTensor, manual
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, grid_mesh, op_test
 from dpzoo.testing.assembling import gather_over_mesh
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.rules.inputs import raises_like_torch
 
 
 def _cut(full: Tensor, dim: int = 0, layout: str = "uneven") -> ShardTensor:
@@ -278,3 +279,30 @@ _FORGOTTEN = (
 _INITIALISED = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
 
 test_not_random = op_test(CASES)
+
+
+BAD_ARGUMENTS = {
+    "rrelu, bounds in the wrong order": lambda x: F.rrelu(x, 0.5, 0.1),
+    "rrelu, an infinite bound": lambda x: F.rrelu(x, 0.1, float("inf"), training=True),
+    "dropout": lambda x: F.dropout(x, 1.5),
+    "torch.dropout": lambda x: torch.dropout(x, -0.5, True),
+    "dropout2d": lambda x: F.dropout2d(x, 1.5),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 1.5, training=True),
+    "bernoulli": lambda x: torch.bernoulli(x, 1.5),
+    "bernoulli of probabilities": lambda x: torch.bernoulli(x * torch.tensor([0.5, 0.5, 0.5, 9.0])[:, None, None]),
+    "bernoulli of no numbers": lambda x: torch.bernoulli(x / 0 * 0),
+    "bernoulli in place": lambda x: x.clone().bernoulli_(-1.0),
+    "uniform": lambda x: x.clone().uniform_(2.0, 1.0),
+    "normal": lambda x: x.clone().normal_(0.0, -1.0),
+    "exponential": lambda x: x.clone().exponential_(-1.0),
+    "geometric": lambda x: x.clone().geometric_(1.5),
+    "cauchy": lambda x: x.clone().cauchy_(0.0, -1.0),
+    "log normal": lambda x: x.clone().log_normal_(0.0, -1.0),
+    "random": lambda x: x.clone().random_(5, 2),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+@distributed(ranks=2)
+def test_bad_arguments_raise_as_in_torch(name):
+    raises_like_torch(BAD_ARGUMENTS[name], torch.rand(5, 4, 3, 2))
