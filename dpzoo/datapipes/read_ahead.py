@@ -4,7 +4,8 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 Step = TypeVar("Step")
@@ -44,3 +45,35 @@ def make_executor(kind: str, workers: int) -> Executor:
     if kind == "thread":
         return ThreadPoolExecutor(workers, thread_name_prefix="dpzoo-read")
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+class ReadsAhead:
+    """A loader with workers: started at the first read, ended by `close` or with the `with` block.
+
+    Attributes:
+        prefetch: samples read ahead, 0 to read when asked.
+    """
+
+    def __init__(self, workers: str, prefetch: int) -> None:
+        self.prefetch = prefetch
+        self._workers = workers
+        self._executor: Executor | None = None
+
+    def _read(self, read: Callable[[Any], T], request: Any) -> "Future[T]":
+        if self._executor is None:
+            self._executor = make_executor(self._workers, self.prefetch)
+        return self._executor.submit(read, request)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

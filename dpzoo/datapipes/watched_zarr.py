@@ -4,10 +4,12 @@ zarr hands out the fill value where a chunk is missing, so a store whose writer 
 error. Readers therefore wrap their stores, and writers leave a marker that says when a store is whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.optional import require
 
 MARKER = "dpzoo_conversion"
@@ -57,3 +59,42 @@ def watching(store: Any) -> Any:
             return value
 
     return WatchingStore(store)
+
+
+class WatchedGroup:
+    """A zarr group opened for reading, if it is whole.
+
+    Raises:
+        DataError: it cannot be read, or its writing has not finished.
+    """
+
+    extra: ClassVar[str]
+    """The extra of dpzoo that brings zarr, for this use of it."""
+    write_again: ClassVar[str]
+    """What to do about an unfinished store."""
+
+    def __init__(self, path: Path) -> None:
+        zarr = require("zarr", "reading a .zarr store", self.extra)
+        self.path = path
+        self._store = watching(zarr.storage.LocalStore(path, read_only=True))
+        try:
+            self._group = zarr.open_group(self._store, mode="r")
+        except Exception as error:
+            raise DataError(f"{path} is not a readable zarr group ({error}); was its writing stopped?") from error
+        state = self.attributes.get(MARKER, {}).get("state", "finished")
+        if state != "finished":
+            raise DataError(f"{path} is unfinished (its state is {state!r}): {self.write_again}")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of chunks read so far, as they are stored."""
+        return int(self._store.chunk_bytes)
+
+    @cached_property
+    def attributes(self) -> Mapping[str, Any]:
+        """Attributes of the group."""
+        return dict(self._group.attrs)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()

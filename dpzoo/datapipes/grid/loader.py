@@ -6,9 +6,8 @@ ranks agree that every one of them has a good part, and only then is a sample ma
 
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import closing
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -22,13 +21,13 @@ from dpzoo.datapipes.grid.dataset import INVARIANTS, GridDataset, GridIndex, Gri
 from dpzoo.datapipes.grid.layout import GridDim, GridLayout, grid_dims, to_device
 from dpzoo.datapipes.grid.part import read_part, read_static
 from dpzoo.datapipes.grid.sample import GridSample, make_sample, part_digest
-from dpzoo.datapipes.read_ahead import make_executor, read_ahead
+from dpzoo.datapipes.read_ahead import ReadsAhead, read_ahead
 from dpzoo.datapipes.replicas import parted, steps_of, steps_per_epoch
 
 CUT_ROWS: Mapping[str, GridDim] = {"domain": "y"}
 
 
-class GridLoader:
+class GridLoader(ReadsAhead):
     """Iterate over the samples of a dataset.
 
     Args:
@@ -65,10 +64,9 @@ class GridLoader:
         workers: Literal["thread", "process"] = "thread",
         device: torch.device | None = None,
     ) -> None:
+        super().__init__(workers, prefetch)
         self.dataset, self.mesh, self.shuffle, self.last = dataset, mesh, shuffle, last
-        self.prefetch, self.bytes_read = prefetch, 0
-        self._workers = workers
-        self._executor: Executor | None = None
+        self.bytes_read = 0
         grid_dims(cut, None)
         self._domain, self.replica, self.replicas = parted(mesh, tuple(cut))
         dims = grid_dims(cut, self._domain)
@@ -118,9 +116,7 @@ class GridLoader:
                 yield self._take(future, is_repeat)
 
     def _submit(self, number: int) -> "Future[GridPart]":
-        if self._executor is None:
-            self._executor = make_executor(self._workers, self.prefetch)
-        return self._executor.submit(read_part, self.dataset.index.request(number, self.layout.box))
+        return self._read(read_part, self.dataset.index.request(number, self.layout.box))
 
     def _take(self, future: "Future[GridPart]", is_repeat: bool) -> GridSample:
         error = future.exception()
@@ -134,20 +130,6 @@ class GridLoader:
     @property
     def _domain_axes(self) -> tuple[str, ...] | None:
         return None if self._domain is None or self._domain is self.mesh else self._domain.mesh_dim_names
-
-    def close(self) -> None:
-        """End the workers."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
-
-    def __enter__(self) -> "GridLoader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _layout(index: GridIndex, domain: DeviceMesh | None, dims: tuple[GridDim, ...], multiple: int) -> GridLayout:

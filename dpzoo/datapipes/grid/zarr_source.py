@@ -2,40 +2,23 @@
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.grid.source import Variable
-from dpzoo.datapipes.optional import require
-from dpzoo.datapipes.watched_zarr import MARKER, watching
+from dpzoo.datapipes.watched_zarr import MARKER, WatchedGroup
 
 
-class ZarrGrid:
+class ZarrGrid(WatchedGroup):
     """A `GridSource` over one zarr group.
 
     zarr leaves out chunks that hold only the fill value, unless told otherwise, and reads a lost chunk as one of these.
     `absent` lists the chunks that were asked for and are not there; whether that is a fault, the caller knows.
     """
 
-    def __init__(self, path: Path) -> None:
-        zarr = require("zarr", "reading a .zarr store", "data")
-        self.path = path
-        self._store = watching(zarr.storage.LocalStore(path, read_only=True))
-        try:
-            self._group = zarr.open_group(self._store, mode="r")
-        except Exception as error:
-            raise DataError(f"{path} is not a readable zarr group ({error}); was its writing stopped?") from error
-        state = self.attributes.get(MARKER, {}).get("state", "finished")
-        if state != "finished":
-            raise DataError(f"{path} is unfinished (its state is {state!r}): run what wrote it again")
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of chunks read so far, as they are stored."""
-        return int(self._store.chunk_bytes)
+    extra = "data"
+    write_again = "run what wrote it again"
 
     @property
     def absent(self) -> list[str]:
@@ -52,18 +35,9 @@ class ZarrGrid:
         """All arrays of the group."""
         return {name: _describe(name, array) for name, array in self._group.arrays()}
 
-    @cached_property
-    def attributes(self) -> Mapping[str, Any]:
-        """Attributes of the group."""
-        return dict(self._group.attrs)
-
     def read(self, variable: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part that the slices name; chunks outside it are not touched."""
         return np.asarray(self._group[variable][index])
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
 
 
 def _describe(name: str, array: Any) -> Variable:

@@ -7,9 +7,8 @@ ranks agree that every one of them has a good part, and only then is a sample ma
 import warnings
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import closing
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -19,13 +18,13 @@ from dpzoo.datapipes.agreement import raise_together
 from dpzoo.datapipes.errors import DataError, DataWarning
 from dpzoo.datapipes.points.dataset import CarPart, PointDataset, read_part
 from dpzoo.datapipes.points.sample import PointSample, layout_digest, make_sample
-from dpzoo.datapipes.read_ahead import make_executor, read_ahead
+from dpzoo.datapipes.read_ahead import ReadsAhead, read_ahead
 from dpzoo.datapipes.replicas import parted, steps_of, steps_per_epoch
 
 _told_of_one_reader = False
 
 
-class PointLoader:
+class PointLoader(ReadsAhead):
     """Iterate over the cars of a dataset.
 
     Args:
@@ -61,11 +60,10 @@ class PointLoader:
         workers: Literal["thread", "process"] = "thread",
         device: torch.device | None = None,
     ) -> None:
+        super().__init__(workers, prefetch)
         self.dataset, self.mesh, self.shuffle, self.last = dataset, mesh, shuffle, last
-        self.prefetch, self.device, self.bytes_read = prefetch, device, 0
+        self.device, self.bytes_read = device, 0
         self.domain, self.replica, self.replicas = parted(mesh, (domain_axis,))
-        self._workers = workers
-        self._executor: Executor | None = None
         known = (dataset.names, dataset.clouds, dataset.whole, dataset.seed, shuffle, last)
         raise_together(self._fault(), mesh, zlib.crc32(repr(known).encode()))
 
@@ -97,9 +95,7 @@ class PointLoader:
 
     def _submit(self, index: int, epoch: int) -> "Future[CarPart]":
         rank, ranks = (0, 1) if self.domain is None else (self.domain.get_local_rank(), self.domain.size())
-        if self._executor is None:
-            self._executor = make_executor(self._workers, self.prefetch)
-        return self._executor.submit(read_part, self.dataset.request(index, epoch, rank, ranks))
+        return self._read(read_part, self.dataset.request(index, epoch, rank, ranks))
 
     def _take(self, future: "Future[CarPart]", is_repeat: bool) -> PointSample:
         error = future.exception()
@@ -115,20 +111,6 @@ class PointLoader:
     @property
     def _domain_name(self) -> str | None:
         return self.domain.mesh_dim_names[0] if self.domain is not None and self.domain.mesh_dim_names else None
-
-    def close(self) -> None:
-        """End the workers."""
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-            self._executor = None
-
-    def __enter__(self) -> "PointLoader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _tell_of_one_reader(name: str) -> None:

@@ -5,37 +5,21 @@ The store is watched: absent chunks, which zarr would read as fill values, are n
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dpzoo.datapipes.errors import DataError
-from dpzoo.datapipes.optional import require
 from dpzoo.datapipes.points.source import FieldInfo
 from dpzoo.datapipes.watched_zarr import MARKER as MARKER
-from dpzoo.datapipes.watched_zarr import watching
+from dpzoo.datapipes.watched_zarr import WatchedGroup
 
 
-class ZarrSource:
+class ZarrSource(WatchedGroup):
     """A `PointSource` over one zarr group; see the module."""
 
-    def __init__(self, path: Path) -> None:
-        zarr = require("zarr", "reading a .zarr store")
-        self.path = path
-        self._store = watching(zarr.storage.LocalStore(path, read_only=True))
-        try:
-            self._group = zarr.open_group(self._store, mode="r")
-        except Exception as error:
-            raise DataError(f"{path} is not a readable zarr group ({error}); was its writing stopped?") from error
-        state = self.attributes.get(MARKER, {}).get("state", "finished")
-        if state != "finished":
-            raise DataError(f"{path} is unfinished (its state is {state!r}): run the same `dpzoo convert` again")
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of chunks read so far, as they are stored."""
-        return int(self._store.chunk_bytes)
+    extra = "points"
+    write_again = "run the same `dpzoo convert` again"
 
     @cached_property
     def fields(self) -> Mapping[str, FieldInfo]:
@@ -58,7 +42,3 @@ class ZarrSource:
                 "write_empty_chunks=True)"
             )
         return rows
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
