@@ -1,7 +1,8 @@
 """Packages that the demo needs and the library does not: asked for by name, with the line that installs them."""
 
-from importlib import import_module
 from typing import Any
+
+from dpzoo.datapipes import optional as datapipes_optional
 
 EXTRAS = {"zarr": "data", "matplotlib": "viz", "tqdm": "track"}
 """Module -> the extra of dpzoo that brings it."""
@@ -13,8 +14,4 @@ def require(module: str) -> Any:
     Raises:
         ImportError: it is not installed; the message is the command that installs it.
     """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        command = f'pip install {module}, or pip install "dpzoo[{EXTRAS[module]}]"'
-        raise ImportError(f"the demo needs {module}, which cannot be imported ({error}): {command}") from error
+    return datapipes_optional.require(module, "the demo", EXTRAS[module])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dpzoo import cli
-from dpzoo.demo import doctor, optional, run
+from dpzoo.demo import doctor, run
 from dpzoo.demo.worker import RankResult
 
 
@@ -29,7 +29,7 @@ def test_missing_package_says_what_to_install(monkeypatch, capsys):
     def absent(module):
         raise ModuleNotFoundError(f"No module named '{module}'")
 
-    monkeypatch.setattr(optional, "import_module", absent)
+    monkeypatch.setattr("dpzoo.datapipes.optional.import_module", absent)
     assert cli.main(["demo"]) == 2
     assert 'pip install "dpzoo[data]"' in capsys.readouterr().err
 
