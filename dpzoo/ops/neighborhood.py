@@ -112,17 +112,12 @@ def neighborhood_attention(
 
     Papers: Hassani et al. 2023 (arXiv:2204.07143), Hassani & Shi 2022 (arXiv:2209.15001).
     """
-    return _call(ndim, query, key, value, kernel_size, stride, dilation, is_causal, scale, rel_pos_bias)[0]
+    return neighborhood_attention_with_lse(
+        ndim, query, key, value, kernel_size, stride, dilation, is_causal, scale, rel_pos_bias
+    )[0]
 
 
 def neighborhood_attention_with_lse(
-    ndim: int, query: Tensor, key: Tensor, value: Tensor, kernel_size: PerDim, *args: Any
-) -> tuple[Tensor, Tensor]:
-    """As :func:`neighborhood_attention`, and the scores' log-sum-exp ``(B, *spatial, heads)``, without gradient."""
-    return _call(ndim, query, key, value, kernel_size, *args)
-
-
-def _call(
     ndim: int,
     query: Tensor,
     key: Tensor,
@@ -134,6 +129,7 @@ def _call(
     scale: float | None = None,
     rel_pos_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """As :func:`neighborhood_attention`, and the scores' log-sum-exp ``(B, *spatial, heads)``, without gradient."""
     kernel = per_dim("kernel_size", kernel_size, ndim, least=2)
     strides, dilations = per_dim("stride", stride, ndim), per_dim("dilation", dilation, ndim)
     causal = causal_per_dim(is_causal, ndim)
