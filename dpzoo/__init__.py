@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dpzoo.models import create_model as create_model
     from dpzoo.models import list_models as list_models
+    from dpzoo.pretrained import load_pretrained as load_pretrained
     from dpzoo.shard import ShardTensor as ShardTensor
     from dpzoo.shard import scatter as scatter
 
@@ -20,9 +21,10 @@ _LAZY = {
     "scatter": "dpzoo.shard",
     "create_model": "dpzoo.models",
     "list_models": "dpzoo.models",
+    "load_pretrained": "dpzoo.pretrained",
 }
 
-__all__ = ["ShardTensor", "create_model", "list_models", "scatter"]
+__all__ = ["ShardTensor", "create_model", "list_models", "load_pretrained", "scatter"]
 
 
 def __getattr__(name: str) -> Any:

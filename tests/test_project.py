@@ -18,17 +18,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dpzoo"
-ROOMS_ABOVE_THE_CORE = ("models", "metrics", "parallel", "datapipes", "train", "inspect", "testing", "demo", "cli")
+ROOMS_ABOVE_THE_CORE = (
+    "models",
+    "metrics",
+    "parallel",
+    "datapipes",
+    "pretrained",
+    "train",
+    "inspect",
+    "testing",
+    "demo",
+    "cli",
+)
 # room -> module prefixes that it must never import; "dpzoo" alone is the facade that imports every room
 FORBIDDEN = {
     "models": ("torch.distributed", "dpzoo", *(f"dpzoo.{r}" for r in ("shard", *ROOMS_ABOVE_THE_CORE[1:]))),
-    "shard": ("dpzoo", *(f"dpzoo.{room}" for room in ROOMS_ABOVE_THE_CORE)),
+    "shard": ("dpzoo", *(f"dpzoo.{room}" for room in ("weights", *ROOMS_ABOVE_THE_CORE))),
     "metrics": (
         "torch.distributed",
         "dpzoo",
         *(f"dpzoo.{r}" for r in ("shard", *ROOMS_ABOVE_THE_CORE) if r != "metrics"),
     ),
-    "ops": ("torch.distributed", "dpzoo", *(f"dpzoo.{room}" for room in ("shard", *ROOMS_ABOVE_THE_CORE))),
+    "ops": ("torch.distributed", "dpzoo", *(f"dpzoo.{room}" for room in ("shard", "weights", *ROOMS_ABOVE_THE_CORE))),
+    "weights": ("torch.distributed", "dpzoo", *(f"dpzoo.{room}" for room in ("ops", "shard", *ROOMS_ABOVE_THE_CORE))),
 }
 COMMUNICATES = re.compile(
     r"^(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend_irecv|new_group_and_|permute_tensor)"
@@ -82,7 +94,7 @@ def wrong_imports(source: str, module: str) -> list[str]:
 
 def is_room_or_module(name: str) -> bool:
     second = name.split(".")[1]
-    return second in ("ops", "shard", *ROOMS_ABOVE_THE_CORE)
+    return second in ("ops", "shard", "weights", *ROOMS_ABOVE_THE_CORE)
 
 
 def communication_calls(source: str) -> list[str]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpzoo.models.dit_block import DiTBlock, FinalLayer
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers import PatchEmbed
 from dpzoo.models.layers.condition import ClassEmbedder, NumberEmbedder
 from dpzoo.models.layers.pos_embed import sincos_positions
@@ -29,7 +30,7 @@ CONDITIONS = ("none", "class", "scalar", "vector")
 _MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
-class DiT(nn.Module):
+class DiT(HubMixin, nn.Module):
     """Patch embedding, positions, transformer blocks modulated by time and condition, and a field on the input's grid.
 
     Args:
@@ -46,6 +47,7 @@ class DiT(nn.Module):
         time: Take a diffusion time (or noise level) per sample.
         time_freq_dim, time_hidden_dim: Sines and cosines of the time, and channels between the two layers that follow
             (``embed_dim`` without it).
+        time_endpoint: Let its lowest frequency be 1 / 10000 itself, as diffusers does, instead of a step above.
         embed_dim, depth, num_heads, mlp_ratio, qkv_bias, qk_norm: Of the blocks.
         kernel_size, dilation: Window of neighborhood attention; without ``kernel_size`` all tokens attend to all.
         pos_embed: ``"sincos"`` (fixed), ``"learned"``, ``"rotary"`` (inside the attention), or ``"none"``.
@@ -83,6 +85,7 @@ class DiT(nn.Module):
         time: bool = True,
         time_freq_dim: int = 256,
         time_hidden_dim: int | None = None,
+        time_endpoint: bool = False,
         embed_dim: int = 1152,
         depth: int = 28,
         num_heads: int = 16,
@@ -110,7 +113,9 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(img_size, patch_size, in_chans + field_chans, embed_dim, ndim)
         grid, patch = self.x_embedder.grid_size, self.x_embedder.patch_size
         self.t_embedder = (
-            NumberEmbedder(embed_dim, freq_dim=time_freq_dim, hidden_dim=time_hidden_dim) if time else None
+            NumberEmbedder(embed_dim, freq_dim=time_freq_dim, hidden_dim=time_hidden_dim, endpoint=time_endpoint)
+            if time
+            else None
         )
         self.y_embedder = _condition_embedder(condition, condition_size, condition_drop, embed_dim, time_freq_dim)
         self._register_positions(pos_embed)

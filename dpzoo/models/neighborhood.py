@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers import DropPath, Mlp
 from dpzoo.models.layers.conv_norm_act import CONVS, per_dim
 from dpzoo.models.layers.neighborhood_attention import NeighborhoodAttention
@@ -115,7 +116,7 @@ class NeighborhoodLevel(nn.Module):
         return x, x if self.downsample is None else self.downsample(x)
 
 
-class NeighborhoodTransformer(nn.Module):
+class NeighborhoodTransformer(HubMixin, nn.Module):
     """NAT, or DiNAT with dilations: a pyramid of neighborhood attention, and a classification or dense head.
 
     Args:

@@ -22,6 +22,8 @@ from typing import Any, TypeVar, overload
 
 from torch import Tensor, nn
 
+from dpzoo.models.build_record import BuildRecord, remember
+
 ENTRY_POINT_GROUP = "dpzoo.models"
 
 ModelBuilder = Callable[..., nn.Module]
@@ -104,7 +106,16 @@ def create_model(name: str, **kwargs: Any) -> nn.Module:
         model = create_model("vit_small_patch16", img_size=(64, 128), in_chans=5, num_classes=10)
     """
     _check_known(name)
-    return _BUILDERS[name](**kwargs)
+    model = _BUILDERS[name](**kwargs)
+    remember(model, BuildRecord(name, (), kwargs))
+    return model
+
+
+def is_registered(name: str) -> bool:
+    """Can :func:`create_model` build a model of this name?"""
+    if name not in _BUILDERS:
+        _load_entry_points()
+    return name in _BUILDERS
 
 
 def create_tiny_model(name: str, **kwargs: Any) -> nn.Module:
@@ -117,7 +128,7 @@ def create_tiny_model(name: str, **kwargs: Any) -> nn.Module:
         UnknownModelError: no such name.
     """
     _check_known(name)
-    return _BUILDERS[name](**{**_EXAMPLES[name].tiny, **kwargs})
+    return create_model(name, **{**_EXAMPLES[name].tiny, **kwargs})
 
 
 def cut_dims(name: str, inputs: Sequence[Tensor | None]) -> tuple[int | None, ...]:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpzoo.models.layers.physics_attention import PhysicsAttention
+from dpzoo.models.hub import HubMixin
+from dpzoo.models.layers.physics_attention import EPS, PhysicsAttention
 
 
-class Transolver(nn.Module):
+class Transolver(HubMixin, nn.Module):
     """Embed points, mix them by physics attention, read out a value at each.
 
     Args:
@@ -32,6 +33,7 @@ class Transolver(nn.Module):
             convolutions; they are only the default, any grid of that many dims is accepted.
         plus: Transolver++ (points without order only).
         slice_noise: When Transolver++ draws Gumbel noise: "train", "always" (as the authors' code does) or "never".
+        slice_eps: Added to the sum of a slice's weights; 0.01 gives the outputs of PhysicsNeMo's weights exactly.
         time: Take a time per sample.
         condition_dim: Numbers per sample that are added to every point after one linear layer (Mach number, angle of
             attack, ...); 0 for none. Key ``embedding.*``.
@@ -66,6 +68,7 @@ class Transolver(nn.Module):
         grid: Sequence[int] | None = None,
         plus: bool = False,
         slice_noise: str = "train",
+        slice_eps: float = EPS,
         time: bool = False,
         condition_dim: int = 0,
         unified_pos: bool = False,
@@ -101,6 +104,7 @@ class Transolver(nn.Module):
             "grid_ndim": 0 if grid is None else len(grid),
             "plus": plus,
             "slice_noise": slice_noise,
+            "slice_eps": slice_eps,
         }
         self.blocks = nn.ModuleList(
             TransolverBlock(embed_dim, int(embed_dim * mlp_ratio), out_dim if last else None, attention)

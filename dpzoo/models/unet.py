@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers.conv_norm_act import CONVS, TRANSPOSED_CONVS, ConvNormAct, init_convs, per_dim
 
 DOWNS = ("stride", "max", "avg")
@@ -46,7 +47,7 @@ _POOLS: dict[str, dict[int, Any]] = {
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 
-class UNet(nn.Module):
+class UNet(HubMixin, nn.Module):
     """Encoder of convolution stages, each coarser than the one before; decoder back up, joined with the skips.
 
     Args:

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers.conv_norm_act import CONVS, norm_groups
 from dpzoo.models.layers.grid_attention import GridAttention
 from dpzoo.models.layers.resample import ResampleConv
@@ -44,7 +45,7 @@ ENCODERS = ("standard", "residual")
 NORM_EPS = 1e-6
 
 
-class DiffusionUNet(nn.Module):
+class DiffusionUNet(HubMixin, nn.Module):
     """Residual blocks that know the noise level, attention on chosen levels, filtered resampling between levels.
 
     Args:

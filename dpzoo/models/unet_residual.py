@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers.conv_norm_act import CONVS, ConvNormAct, per_dim, same_padding
 
 
-class ResidualUNet(nn.Module):
+class ResidualUNet(HubMixin, nn.Module):
     """Strided residual units down, transposed convolutions up, each skip joined *before* the up-sampling.
 
     Args:

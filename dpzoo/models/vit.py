@@ -18,13 +18,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 from dpzoo.models.layers import Block, DenseHead, PatchEmbed
 
 HEADS = ("classification", "dense")
 POOLS = ("token", "avg", "")
 
 
-class ViT(nn.Module):
+class ViT(HubMixin, nn.Module):
     """Patch embedding, learned positions, pre-norm transformer blocks, and a classification or dense head.
 
     Args:

@@ -270,6 +270,24 @@ class TestSampler:
         assert [level for level, _ in path] == edm_sigmas(4)
         assert torch.equal(path[-1][1], EDMSampler(4)(of_normal_data(1.0), start, draw=lambda x: start))
 
+    @pytest.mark.parametrize("weight", [1, 0.3])
+    def test_a_masked_point_is_noise_all_the_way(self, weight: float):
+        """The denoiser is shown 0 and noise of the level there, as by the loss; its answer (NaN) goes nowhere."""
+        start, mask = fields(2, 2, 3, 4), (torch.arange(12).view(1, 1, 3, 4) < 7) * weight
+        hidden, shown = (mask == 0).expand_as(start), []
+
+        def denoise(x: Tensor, sigma: float) -> Tensor:
+            shown.append((x, sigma))
+            return torch.where(mask > 0, 0.9 * x.sum((-2, -1), keepdim=True) / 12 + 0.1 * x, math.nan)
+
+        found = EDMSampler(4)(denoise, start, draw=lambda x: start, mask=mask)
+        assert len(shown) == 7
+        for x, sigma in shown:
+            torch.testing.assert_close(x[hidden], start[hidden] * sigma)
+        assert found[hidden].abs().max() < 1e-12
+        assert found[~hidden].isfinite().all()
+        assert not torch.equal(found[~hidden], start[~hidden])
+
     @pytest.mark.parametrize(
         ("settings", "text"),
         [({"steps": 0}, "steps >= 1"), ({"order": 3}, "order must be 1"), ({"churn": -1.0}, "must be >= 0")],

@@ -132,6 +132,32 @@ def test_missing_data_and_mask_tokens():
     compare(Masked(model), [1.5, *many, mask], 2, (10, 14), strict=True)
 
 
+def kept_for_backward(model: nn.Module, x: Tensor, *conditions: Tensor) -> int:
+    """Bytes on this rank, besides weights, that a forward pass keeps."""
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = (t.to_local() if isinstance(t, ShardTensor) else t).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        answer = model(x, 1.5, *conditions)
+    assert answer.requires_grad
+    return sum(size for at, size in kept.items() if at not in weights)
+
+
+@distributed(ranks=2)
+def test_a_rank_keeps_half_of_what_one_process_keeps():
+    """And a little for the rows of the other: what two ranks train fits where one process's activations do not."""
+    model = stormscope(img_size=(128, 64), depth=2, kernel_size=5, embed_dim=48, pos_embed="learned")
+    given = [torch.randn(1, c, 128, 64, dtype=torch.float64) for c in (2, 4, 1, 2)]
+    whole = kept_for_backward(model, *given)
+    part = kept_for_backward(model, *(scatter(t, domain_mesh(), dim=2) for t in given))
+    assert 0.5 < part / whole < 0.53
+
+
 # ---------------------------------------------------------------------- random draws
 @distributed(ranks=4)
 @pytest.mark.parametrize("levels", [LogNormal(), LogUniform()])
@@ -220,6 +246,27 @@ def test_a_seed_gives_one_forecast_for_any_number_of_ranks(name: str):
     agree([found[0], plain], tolerance)
     assert found[0].std() > 0.01
     assert len({d.full_tensor().sum().item() for d in draws[: len(draws) // 4]}) == len(draws) // 4
+
+
+@distributed(ranks=4)
+def test_a_forecast_around_missing_data():
+    """The mask cut as the field; what is hidden, by the mask and by a token, has no influence at all."""
+    model, found = stormscope(mask_token=True), []
+    for mesh, dim, sizes in on_meshes():
+        _, like, state, background, invariant, seen = fields()
+        mask = cut(seen, mesh, dim, sizes)
+        dpzoo.shard.manual_seed(7)
+        given = [cut(f.double(), mesh, dim, sizes) for f in (like, torch.where(seen, state, torch.nan), background)]
+        conditions = {"state": given[1], "background": given[2], "invariant": invariant.double(), "invalid": ~mask}
+        conditions["invariant"] = cut(conditions["invariant"], mesh, dim, sizes)
+        with strict():
+            out = EDMSampler(3, sigma_max=20.0)(model, given[0], mask=mask, **conditions)
+        found.append(out.full_tensor())
+    agree(found)
+    hidden = ~seen.expand_as(found[0])
+    assert found[0][hidden].abs().max() < 1e-12
+    assert found[0][~hidden].isfinite().all()
+    assert found[0][~hidden].std() > 0.01
 
 
 @distributed(ranks=4, timeout=60)

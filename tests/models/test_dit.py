@@ -242,6 +242,10 @@ def test_time_is_cosines_then_sines():
         sinusoids(t, 4),
         torch.tensor([[1, 1, 0, 0], [math.cos(3), math.cos(0.03), math.sin(3), math.sin(0.03)]]),
     )
+    to_the_end = sinusoids(t, 4, endpoint=True)[1]
+    torch.testing.assert_close(to_the_end[1], torch.tensor(math.cos(0.0003)))
+    model = DiT(8, 2, 2, embed_dim=8, depth=1, num_heads=1, time_endpoint=True)
+    assert model.t_embedder.endpoint
     assert sinusoids(torch.tensor([999]), 4).dtype is torch.float32
     assert sinusoids(t.half(), 4).dtype is torch.float32  # a time of 1000 has no room in half precision
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dpzoo.models import Transolver, create_model
 from dpzoo.models.layers.physics_attention import PhysicsAttention
-from dpzoo.models.transolver_keys import from_physicsnemo
 from tests.models.lively import liven
 
 PARAMETERS = {  # millions, as published for the recipes
@@ -164,38 +163,6 @@ def test_the_authors_layout_of_temperature_loads():
     other.load_state_dict(state)
     x, fx = random(1, 4, 3, 2), random(1, 4, 3, 1)
     assert torch.equal(other(x, fx), model(x, fx))
-
-
-def physicsnemo_keys(depth: int, d: int, dim: int, heads: int, slices: int, in_dim: int, out: int) -> dict[str, Tensor]:
-    """A state dict with the names and shapes of PhysicsNeMo 2.2 (mlp_ratio 2)."""
-    shapes = {"preprocess.layers.0": (2 * dim, in_dim), "preprocess.layers.2": (dim, 2 * dim)}
-    extra: dict[str, tuple[int, ...]] = {}
-    for i in range(depth):
-        b = f"blocks.{i}."
-        shapes |= {b + "Attn.in_project_slice": (slices, d), b + "Attn.out_linear": (dim, dim)}
-        shapes |= {b + "Attn.in_project_x": (dim, dim), b + "Attn.in_project_fx": (dim, dim)}
-        shapes |= {b + "ln_mlp1.1.layers.0": (2 * dim, dim), b + "ln_mlp1.1.layers.2": (dim, 2 * dim)}
-        extra |= {b + "Attn.temperature": (1, 1, heads, 1), b + "Attn.qkv_project.weight": (3 * d, d)}
-        for norm in ("ln_1", "ln_mlp1.0"):
-            extra |= {f"{b}{norm}.{part}": (dim,) for part in ("weight", "bias")}
-    last = f"blocks.{depth - 1}.ln_mlp2."
-    extra |= {f"{last}0.{part}": (dim,) for part in ("weight", "bias")}
-    shapes[last + "1"] = (out, dim)
-    for name, shape in shapes.items():
-        extra |= {name + ".weight": shape, name + ".bias": shape[:1]}
-    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in extra.items()}
-
-
-def test_physicsnemo_state_dicts_load():
-    theirs = physicsnemo_keys(2, 8, 16, 2, 5, 9, 4)
-    model = Transolver(6, 4, 3, embed_dim=16, depth=2, num_heads=2, num_slices=5).double()
-    model.load_state_dict(from_physicsnemo(theirs))
-    q = theirs["blocks.1.Attn.qkv_project.weight"]
-    assert torch.equal(model.blocks[1].Attn.to_k.weight, q[8:16])
-    assert torch.equal(model.blocks[1].mlp2.weight, theirs["blocks.1.ln_mlp2.1.weight"])
-    assert not model.placeholder.any()
-    with pytest.raises(ValueError, match="another model"):
-        from_physicsnemo(model.state_dict())
 
 
 # ---------------------------------------------------------------------- chunks

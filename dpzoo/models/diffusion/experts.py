@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 
-class StagedExperts(nn.Module):
+
+class StagedExperts(HubMixin, nn.Module):
     """A denoiser that hands each call to the expert for its noise level (Balaji et al. 2022, arXiv:2211.01324).
 
     A level on a border belongs to the higher range. Experts are trained one by one, each with

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
+
 
 def join_fields(batch_size: int, *fields: Tensor | None) -> Tensor | None:
     """Fields joined along the channels, in the order given; those of one sample serve all of the batch.
@@ -29,7 +31,7 @@ def join_fields(batch_size: int, *fields: Tensor | None) -> Tensor | None:
     return torch.cat([f if f.shape[0] == batch_size else f.expand(batch_size, *f.shape[1:]) for f in present], dim=1)
 
 
-class JoinedField(nn.Module):
+class JoinedField(HubMixin, nn.Module):
     """Give a network that only knows one input a ``field`` of conditions, by joining the two.
 
     Args:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpzoo.models.hub import HubMixin
 
-class EDMPreconditioner(nn.Module):
+
+class EDMPreconditioner(HubMixin, nn.Module):
     """Estimate of the clean field: ``c_skip x + c_out network(c_in x, c_noise)``.
 
     Karras et al. 2022 (arXiv:2206.00364), table 1, with s the noise level and d the deviation of the data:

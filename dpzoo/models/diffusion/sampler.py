@@ -32,8 +32,11 @@ class EDMSampler:
         churn_noise: Deviation of the renewed noise; a little over 1 makes up for detail that a denoiser removes.
         dtype: Of the field between the calls of the denoiser. It is the sum of many small steps.
 
-    Shape: ``sampler(denoiser, like, *conditions, **conditions)`` with ``like (B, C, *grid)`` -> the same shape, in
-    ``dtype``. Only shape, device and cut of ``like`` are used; each entry of the batch is another member.
+    Shape: ``sampler(denoiser, like, *conditions, mask=None, **conditions)`` with ``like (B, C, *grid)`` and ``mask (B
+    or 1, C or 1, *grid)`` -> the shape of ``like``, in ``dtype``. Only shape, device and cut of ``like`` are used; each
+    entry of the batch is another member. Where the mask is 0 the denoiser's answer is taken to be 0, NaN too: all
+    through the run it sees 0 and noise there, as with the mask of :class:`~dpzoo.models.diffusion.EDMLoss` in
+    training, and the sample is 0.
 
     Raises:
         ValueError: settings out of range.
@@ -76,10 +79,11 @@ class EDMSampler:
         like: Tensor,
         *conditions: Any,
         draw: Callable[[Tensor], Tensor] = torch.randn_like,
+        mask: Tensor | None = None,
         **named: Any,
     ) -> Tensor:
         """Sample; ``draw`` gives standard normal numbers in the shape (and the cut) of a tensor."""
-        path = self.trajectory(denoiser, like, *conditions, draw=draw, **named)
+        path = self.trajectory(denoiser, like, *conditions, draw=draw, mask=mask, **named)
         return deque(path, maxlen=1)[0][1]
 
     @torch.no_grad()
@@ -89,9 +93,15 @@ class EDMSampler:
         like: Tensor,
         *conditions: Any,
         draw: Callable[[Tensor], Tensor] = torch.randn_like,
+        mask: Tensor | None = None,
         **named: Any,
     ) -> Iterator[tuple[float, Tensor]]:
         """The same, giving ``(noise level, field)`` at the start and after every step: for progress bars and films."""
+
+        def denoise(x: Tensor, sigma: float) -> Tensor:
+            answer = denoiser(x, sigma, *conditions, **named).to(x.dtype)
+            return answer if mask is None else torch.where(mask > 0, answer, 0.0)
+
         sigmas = self.sigmas()
         x = draw(torch.empty_like(like, dtype=self.dtype)) * sigmas[0]
         yield sigmas[0], x
@@ -99,7 +109,7 @@ class EDMSampler:
             raised = sigma * (1.0 + self._churn_at(sigma))
             if raised > sigma:
                 x = x + draw(x) * (math.sqrt(raised**2 - sigma**2) * self.churn_noise)
-            x = self._step(lambda x, s: denoiser(x, s, *conditions, **named).to(x.dtype), x, raised, lower)
+            x = self._step(denoise, x, raised, lower)
             yield lower, x
 
     def _churn_at(self, sigma: float) -> float:

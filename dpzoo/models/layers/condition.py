@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 
-def sinusoids(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
-    """Cosines, then sines, of geometrically spaced frequencies from 1 down to (almost) ``1 / max_period``.
+def sinusoids(t: Tensor, dim: int, max_period: float = 10000.0, endpoint: bool = False) -> Tensor:
+    """Cosines, then sines, of geometrically spaced frequencies from 1 down to ``1 / max_period``.
+
+    Without ``endpoint`` the last one is a step above that.
 
     As in Vaswani et al. 2017 (arXiv:1706.03762), in the order of DiT. In float32, or t's own dtype if that is finer.
 
@@ -17,7 +19,7 @@ def sinusoids(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
     """
     t = t.to(torch.promote_types(t.dtype, torch.float32))
     steps = torch.arange(dim // 2, dtype=t.dtype, device=t.device)
-    angles = t[..., None] * torch.exp(steps * (-math.log(max_period) / (dim // 2)))
+    angles = t[..., None] * torch.exp(steps * (-math.log(max_period) / max(dim // 2 - endpoint, 1)))
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -29,6 +31,7 @@ class NumberEmbedder(nn.Module):
         count: Numbers per sample.
         freq_dim: Sines and cosines per number, even.
         hidden_dim: Channels between the two layers; ``dim`` without it.
+        endpoint: Let the lowest frequency be 1 / 10000 itself, as diffusers does, instead of a step above.
 
     Shape: ``(B,)`` (for one number) or ``(B, count)`` -> ``(B, dim)``. Keys: ``mlp.0.*``, ``mlp.2.*``.
 
@@ -36,11 +39,13 @@ class NumberEmbedder(nn.Module):
         ValueError: an odd ``freq_dim``; in ``forward``, another count of numbers.
     """
 
-    def __init__(self, dim: int, count: int = 1, *, freq_dim: int = 256, hidden_dim: int | None = None) -> None:
+    def __init__(
+        self, dim: int, count: int = 1, *, freq_dim: int = 256, hidden_dim: int | None = None, endpoint: bool = False
+    ) -> None:
         super().__init__()
         if freq_dim < 2 or freq_dim % 2:
             raise ValueError(f"sines and cosines come in pairs: freq_dim must be even, got {freq_dim}")
-        self.count, self.freq_dim = count, freq_dim
+        self.count, self.freq_dim, self.endpoint = count, freq_dim, endpoint
         hidden = dim if hidden_dim is None else hidden_dim
         self.mlp = nn.Sequential(nn.Linear(count * freq_dim, hidden), nn.SiLU(), nn.Linear(hidden, dim))
 
@@ -53,7 +58,7 @@ class NumberEmbedder(nn.Module):
                 f"expected {self.count} number(s) per sample, shape (B, {self.count}), got {tuple(t.shape)}"
             )
         weight = next(self.parameters())
-        return self.mlp(sinusoids(t, self.freq_dim).flatten(1).to(weight.dtype))
+        return self.mlp(sinusoids(t, self.freq_dim, endpoint=self.endpoint).flatten(1).to(weight.dtype))
 
 
 class ClassEmbedder(nn.Module):

@@ -40,6 +40,7 @@ class PhysicsAttention(nn.Module):
             projection for both assignment and features.
         slice_noise: When the noise is drawn: "train", "always" (also in evaluation, as the authors' code does) or
             "never".
+        slice_eps: Added to the sum of a slice's weights before it divides (PhysicsNeMo adds 0.01).
 
     Shape: ``(B, N, dim)``, or ``(B, *grid, dim)`` with ``grid_ndim`` grid dims -> the same.
 
@@ -59,6 +60,7 @@ class PhysicsAttention(nn.Module):
         grid_ndim: int = 0,
         plus: bool = False,
         slice_noise: str = "train",
+        slice_eps: float = EPS,
     ) -> None:
         super().__init__()
         if head_dim is None and dim % num_heads:
@@ -72,6 +74,7 @@ class PhysicsAttention(nn.Module):
         self.num_heads, self.num_slices = num_heads, num_slices
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.grid_ndim, self.plus, self.slice_noise, self.dropout = grid_ndim, plus, slice_noise, dropout
+        self.slice_eps = slice_eps
         inner = num_heads * self.head_dim
         self.in_project_x = self._projection(dim, inner)
         self.in_project_slice = nn.Linear(self.head_dim, num_slices)
@@ -136,7 +139,7 @@ class PhysicsAttention(nn.Module):
     def attend(self, sums: Tensor) -> Tensor:
         """Sums of :meth:`gather_slices` -> the slices' new tokens (B, H, G, D)."""
         weight = self.to_q.weight
-        tokens = (sums[..., :-1] / (sums[..., -1:] + EPS)).to(weight.dtype)
+        tokens = (sums[..., :-1] / (sums[..., -1:] + self.slice_eps)).to(weight.dtype)
         q, k, v = self.to_q(tokens), self.to_k(tokens), self.to_v(tokens)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
 
