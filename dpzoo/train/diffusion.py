@@ -23,7 +23,7 @@ class Denoising:
     Attributes:
         target: the clean field, `(B, C, *grid)`.
         conditions: keyword arguments of the denoiser.
-        mask: how much a point counts, see `dpzoo.models.diffusion.EDMLoss`.
+        mask: how much a point counts, see `dpzoo.models.diffusion.EDMLoss`; where it is 0 nothing is forecast.
     """
 
     target: Tensor
@@ -54,6 +54,7 @@ def draw_ensemble(
     members: int,
     seed: int = 0,
     batch: int = 1,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Draw an ensemble: `like (1, C, *grid)` -> `(members, C, *grid)` in the sampler's dtype.
 
@@ -63,6 +64,7 @@ def draw_ensemble(
     Args:
         conditions: tensors of one sample, which serve all members, or of `members` samples, one for each.
         batch: members at a time.
+        mask: `(1, C or 1, *grid)`: where it is 0 the members are 0, see `dpzoo.models.diffusion.EDMSampler`.
 
     Raises:
         ValueError: `like` of more than one sample, or no member.
@@ -77,7 +79,7 @@ def draw_ensemble(
         numbers = range(start, min(start + batch, members))
         together = like if len(numbers) == 1 else torch.cat([like] * len(numbers))
         own = {name: _of_members(value, numbers, members) for name, value in conditions.items()}
-        drawn.append(sampler(denoiser, together, draw=_seeded(seed, numbers), **own))
+        drawn.append(sampler(denoiser, together, draw=_seeded(seed, numbers), mask=mask, **own))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
@@ -94,7 +96,7 @@ def _seeded(seed: int, numbers: range) -> Callable[[Tensor], Tensor]:
     def draw(like: Tensor) -> Tensor:
         call, parts = next(calls), []
         for place, number in enumerate(numbers):
-            seed_sample(seed, call, number, 0)
+            seed_sample(seed, call, number)
             parts.append(torch.randn_like(like[place : place + 1]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -132,7 +134,9 @@ class SampledScores:
         """Loss and scores, 0-d tensors."""
         told = self.describe(sample)
         found = {"loss": self.loss(model, told.target, mask=told.mask, **told.conditions)}
-        drawn = draw_ensemble(model, self.sampler, told.target, told.conditions, self.members, self.seed, self.batch)
+        drawn = draw_ensemble(
+            model, self.sampler, told.target, told.conditions, self.members, self.seed, self.batch, told.mask
+        )
         weights = None if told.mask is None else told.mask[0]
         truth = told.target[0].to(drawn.dtype)
         found["crps"] = crps(drawn, truth, weights=weights)

@@ -4,17 +4,21 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessRaisedException, start_processes
 
 from dpzoo.shard import DistributedManager
 from dpzoo.shard.launcher import detect_launch
+
+FIRST = "first_failure"
 
 
 def launch(run: Callable[..., int | None], ranks: int, *args: Any) -> int:
@@ -28,7 +32,8 @@ def launch(run: Callable[..., int | None], ranks: int, *args: Any) -> int:
 
     Raises:
         ValueError: fewer than one rank.
-        ProcessRaisedException: a rank raised; the others were ended.
+        ProcessRaisedException: a rank raised; the others were ended. If several did, it is the first: what the others
+            raise then is mostly that they lost it.
     """
     if ranks < 1:
         raise ValueError(f"launch: ranks is {ranks}, it must be at least 1")
@@ -50,6 +55,12 @@ def launch(run: Callable[..., int | None], ranks: int, *args: Any) -> int:
         try:
             while not context.join():
                 pass
+        except ProcessRaisedException as error:
+            if (folder / FIRST).exists():
+                rank, _, text = (folder / FIRST).read_text().partition("\n")
+                message = f"\n\n-- Rank {rank} was the first to fail:\n{text}"
+                raise ProcessRaisedException(message, int(rank), error.error_pid) from None
+            raise
         finally:
             signal.signal(signal.SIGTERM, before)
         return int((folder / "status").read_text())
@@ -64,10 +75,22 @@ def _start(rank: int, run: Callable[..., int | None], args: tuple[Any, ...], ran
     store = dist.FileStore(str(folder / "meeting"), ranks)
     backend = "cuda:nccl,cpu:gloo" if on_cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
-    status = _perform(run, args, None if on_cuda else "cpu")
+    status = _perform(_noting_failure, (folder, rank, run, args), None if on_cuda else "cpu")
     dist.destroy_process_group()
     if rank == 0:
         (folder / "status").write_text(str(status))
+
+
+def _noting_failure(folder: Path, rank: int, run: Callable[..., int | None], args: tuple[Any, ...]) -> int | None:
+    """Write down the first error of all ranks, before the others can see that this one is gone."""
+    try:
+        return run(*args)
+    except Exception:
+        with suppress(OSError):  # another was first
+            own = folder / f"failed_{rank}"
+            own.write_text(f"{rank}\n{traceback.format_exc()}")
+            os.link(own, folder / FIRST)  # whole, or not at all
+        raise
 
 
 def _perform(run: Callable[..., int | None], args: tuple[Any, ...], device_type: str | None = None) -> int:

@@ -72,6 +72,8 @@ def test_one_two_and_four_ranks_follow_one_curve(tmp_path):
     assert len(curves[0]) == 4
     assert curves[1] == pytest.approx(curves[0], rel=1e-4)
     assert curves[2] == pytest.approx(curves[0], rel=1e-4)
+    sharded = tiny(tmp_path / "fsdp", ("surface", "volume"), parallel="fsdp", async_checkpoint=True)
+    assert train_on(2, sharded) == pytest.approx(curves[0], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +184,14 @@ def test_every_configuration_can_be_composed(clouds, tmp_path):
         model = load("model").build_model(settings)
     weights = sum(p.numel() for p in model.parameters()) / len(expected)
     assert (weights > 3e6) == large
+
+
+def test_the_short_keys_stand_for_those_of_train(tmp_path):
+    words = ["parallel=fsdp", "compile=true", "amp=bf16", "resume=never", "train.amp=fp16"]
+    train = load("configuration").compose([f"out={tmp_path}", *words]).train
+    assert (train.parallel, train.compile, train.amp, train.resume) == ("fsdp", True, "bf16", "never")
+    train = load("configuration").compose([f"out={tmp_path}", "train.amp=fp16"]).train
+    assert (train.parallel, train.compile, train.amp, train.resume) == ("ddp", False, "fp16", "auto")
 
 
 def test_bad_settings_are_named(tmp_path):

@@ -4,71 +4,20 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from dpzoo.shard import DistributedManager
-from dpzoo.testing import session_pool
 from dpzoo.train import find_checkpoints, launch
 from dpzoo.train.journal import read_journal
+from tests.examples.nowcast_runs import load, run_on, storms, tiny, train_on, train_until_a_rank_fails
 
 pytest.importorskip("zarr")
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "stormscope"
-NANO = {"name": "stormscope_nano", "embed_dim": 16, "depth": 1, "num_heads": 2, "kernel_size": 3}
-
-
-def load(name):
-    """A module of the example."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    return import_module(f"nowcast.{name}")
-
-
-def tiny(out, data=None, **train):
-    """A configuration of seconds, on the real sample."""
-    crop = {"crop": [0, 60, 0, 24], "sun": [0, 1], "area_weights": True}
-    return load("settings").Settings.from_dict(
-        {
-            "out": str(out),
-            "data": crop if data is None else data,
-            "model": NANO,
-            "diffusion": {"steps": 2, "members": 2},
-            "optimizer": {"lr": 0.005},
-            "train": {"epochs": 1, "max_steps": 4, "validate_every": 0, "progress_bar": False, "ema": 0.5, **train},
-            "evaluate": {
-                "starts": ["2017-01-01T12:00"],
-                "samples": 1,
-                "members": 3,
-                "batch": 2,
-                "thresholds": {"t850": [263.15, 273.15]},
-                "figures": False,
-            },
-        }
-    )
-
-
-def on_rank(function, *arguments):
-    """Call a function of the example, with the manager that its `launch` would have made."""
-    module, name = function.split(".")
-    DistributedManager.initialize()
-    try:
-        return getattr(load(module), name)(*arguments)
-    finally:
-        DistributedManager.cleanup()
-
-
-def train_on(ranks, settings):
-    session_pool().run(on_rank, "training.train", settings, ranks=ranks, timeout=100.0)
-    return [row["loss"] for row in read_journal(settings.out)]
 
 
 # ---------------------------------------------------------------------- training
@@ -94,7 +43,18 @@ def kill_a_rank_after(file, steps, others):
     os.kill(max(rank.pid for rank in ranks), signal.SIGKILL)
 
 
-def test_a_run_that_loses_a_rank_ends_and_goes_on_on_other_ranks(curve, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (None, r"process \d terminated with signal SIGKILL"),
+        (
+            partial(train_until_a_rank_fails, rank=1, samples=6),
+            r"Rank 1 was the first to fail:(?s:.)*OSError: the disk of rank 1 is full",
+        ),
+    ],
+    ids=["killed", "raised"],
+)
+def test_a_run_that_loses_a_rank_ends_and_goes_on_on_other_ranks(run, error, curve, tmp_path, monkeypatch):
     for name in [*os.environ]:
         if name.startswith(("TORCHELASTIC_", "OMPI_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")):
             monkeypatch.delenv(name)
@@ -102,10 +62,12 @@ def test_a_run_that_loses_a_rank_ends_and_goes_on_on_other_ranks(curve, tmp_path
     endless = tiny(tmp_path, checkpoint_every=2, max_steps=None, epochs=5000, schedule="constant")
     before = set(multiprocessing.active_children())
     killer = threading.Thread(target=kill_a_rank_after, args=(tmp_path / "metrics.jsonl", 4, before))
-    killer.start()
-    with pytest.raises(Exception, match=r"process \d terminated with signal SIGKILL"):
-        launch(load("training").train, 2, endless)
-    killer.join()
+    if run is None:
+        killer.start()
+    with pytest.raises(Exception, match=error):
+        launch(run or load("training").train, 2, endless)
+    if run is None:
+        killer.join()
     assert not set(multiprocessing.active_children()) - before  # nobody is left waiting
     newest = int(find_checkpoints(tmp_path)[-1].name.removeprefix("step_"))
     again = replace(endless, train=replace(endless.train, max_steps=newest + 2))
@@ -121,7 +83,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(curve):
     settings, found = curve[1], []
     for ranks, figures in ((1, False), (3, True)):
         asked = replace(settings.evaluate, figures=figures)
-        session_pool().run(on_rank, "evaluation.evaluate", settings.out, asked, ranks=ranks, timeout=100.0)
+        run_on(ranks, "evaluation.evaluate", settings.out, asked)
         found.append(json.loads((settings.out / "evaluation.json").read_text())["summary"])
     assert [(row["hours"], row["held_out"]) for row in found[0]] == [(12.0, False), (24.0, True)]
     for one, many in zip(*found, strict=True):
@@ -139,7 +101,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(curve):
 def test_samples_are_written_and_do_not_depend_on_the_ranks(curve):
     zarr, settings, found = pytest.importorskip("zarr"), curve[1], []
     for ranks in (1, 2):
-        session_pool().run(on_rank, "forecasting.sample", settings.out, settings.evaluate, ranks=ranks, timeout=100.0)
+        run_on(ranks, "forecasting.sample", settings.out, settings.evaluate)
         stores = sorted((settings.out / "forecasts" / "2017-01-01T120000_0").iterdir())
         assert [store.name for store in stores] == [f"member_00{i}.zarr" for i in range(3)]
         found.append(np.stack([zarr.open_group(store)["fields"][...] for store in stores]))
@@ -149,22 +111,14 @@ def test_samples_are_written_and_do_not_depend_on_the_ranks(curve):
 
 
 def test_storms_are_made_learned_validated_and_forecast_from_two_frames(tmp_path):
-    data = {
-        "stores": [str(tmp_path / "storms.zarr")],
-        "channels": ["reflectivity", "brightness_temperature"],
-        "past": 2,
-        "invariants": ["latitude", "longitude", "orography"],
-        "storms": {"rows": 24, "columns": 32, "spacing": 12.0, "frames": 8, "births": 40.0},
-        "held_out_from": "2024-06-01T13:00",
-    }
-    settings = tiny(tmp_path / "run", data, max_steps=None, validate_every=1)
+    settings = tiny(tmp_path / "run", storms(tmp_path), max_steps=None, validate_every=1)
     settings = replace(
         settings, predict="state", evaluate=replace(settings.evaluate, starts=None, leads=2, thresholds={})
     )
     train_on(2, settings)
     (row,) = read_journal(settings.out, "validation")
     assert all(np.isfinite(row[name]) and row[name] > 0 for name in ("loss", "crps", "rmse", "spread"))
-    session_pool().run(on_rank, "evaluation.evaluate", settings.out, settings.evaluate, ranks=2, timeout=100.0)
+    run_on(2, "evaluation.evaluate", settings.out, settings.evaluate)
     rows = json.loads((settings.out / "evaluation.json").read_text())["forecasts"]
     assert [(row["start"][11:16], round(row["hours"] * 60)) for row in rows] == [
         ("12:50", 10),
@@ -220,6 +174,50 @@ def test_every_configuration_can_be_composed(name, weights, tmp_path):
     if name == "3km":
         assert (settings.domain, settings.data.past, len(settings.data.sun)) == (2, 6, 2)
         assert model.channels == {"state": 8 * settings.data.past, "background": 2, "invariant": 3}
+
+
+@pytest.mark.parametrize(("name", "past"), [("6km", 1), ("3km", 6)])
+def test_the_large_configurations_run_on_a_small_grid(name, past, tmp_path):
+    """As written in conf/, but for the grid and the network; a bfloat16 step, and one that is not."""
+    pytest.importorskip("hydra")
+    grid = [
+        "data.storms.rows=24",
+        "data.storms.columns=32",
+        "data.storms.frames=10",
+        "train.max_steps=1",
+        "train.log_every=1",
+    ]
+    words = [f"data=storms_{name}", "model=tiny", "train.epochs=1", "train.validate_every=0", *grid]
+    words += ["data.held_out_from=2024-06-01T13:20", f"data.stores=[{tmp_path}/storms.zarr]"]
+    compose = load("configuration").compose
+    settings = compose(name, [*words, f"out={tmp_path}/run", "parallel=fsdp", "resume=never"])
+    assert (settings.data.past, settings.domain, settings.predict) == (past, 2, "state")
+    assert (settings.train.amp, settings.train.parallel, settings.train.resume) == ("bf16", "fsdp", "never")
+    losses = train_on(2, settings)
+    exact = compose(name, [*words, f"out={tmp_path}/exact"])
+    exact = replace(exact, train=replace(exact.train, amp=None))
+    assert train_on(2, exact) == pytest.approx(losses, rel=0.02)
+    assert np.isfinite(losses).all() and len(losses) == 1
+    evaluated = compose(name, [*words, "evaluate.members=2", "evaluate.leads=2", "evaluate.figures=false"]).evaluate
+    run_on(2, "evaluation.evaluate", exact.out, replace(evaluated, starts=("2024-06-01T13:10",)))
+    table = json.loads((exact.out / "evaluation.json").read_text())
+    assert [row["hours"] for row in table["forecasts"]] == pytest.approx([1 / 6, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("storms", ["data=radar"]), ("6km", ["model=small"]), ("3km", ["model=shallow"])]
+)
+def test_further_choices_can_be_composed(name, words):
+    pytest.importorskip("hydra")
+    compose = load("configuration").compose
+    large = [] if name == "storms" else [f"data=storms_{name}"]
+    settings = compose(name, [*words, *large, "amp=bf16", "compile=true"])
+    assert (settings.train.amp, settings.train.compile) == ("bf16", True)
+    assert settings.data.masked == (name == "storms")
+    rows = settings.data.storms["rows"]
+    assert (rows, settings.data.stores[0].split("_")[-1]) == {
+        "storms": (64, "64x112.zarr"), "6km": (512, "512x896.zarr"), "3km": (1024, "1024x1792.zarr")
+    }[name]  # fmt: skip
 
 
 def test_bad_settings_are_named(tmp_path):

@@ -171,7 +171,28 @@ class TestSpectrum:
         plain, tapered = (radial_power_spectrum(noise, taper=t)[1].mean(0)[4:].sum() for t in (False, True))
         assert tapered.item() == pytest.approx(plain.item(), rel=0.02)
 
+    @pytest.mark.parametrize("taper", [False, True])
+    def test_a_mask_is_a_window(self, taper: bool):
+        """Whatever lies behind it, the spectrum is that of the rest without its mean; noise keeps its power."""
+        field, _ = pair(40, 2, 24, 32)
+        everywhere = torch.ones(24, 32, dtype=torch.bool)
+        centred = field - field.mean((-2, -1), keepdim=True)
+        power = radial_power_spectrum(field, taper=taper, mask=everywhere)[1]
+        torch.testing.assert_close(power, radial_power_spectrum(centred, taper=taper)[1])
+        mask = everywhere.clone()
+        mask[3:12, 5:20] = False
+        holes = [radial_power_spectrum(torch.where(mask, field, x), taper=taper, mask=mask)[1] for x in (math.nan, 9.0)]
+        assert torch.equal(*holes)
+        high = [p[..., 3:].sum(-1).mean().item() for p in (holes[0], power)]
+        assert high[0] == pytest.approx(high[1], rel=0.03)
+        each = torch.stack([mask, everywhere])
+        both = radial_power_spectrum(field, taper=taper, mask=each)[1]
+        torch.testing.assert_close(both, torch.stack([holes[0][:, 0], power[:, 1]], 1))
+        assert radial_power_spectrum(field, mask=~everywhere)[1].isnan().all()
+
     def test_refusals(self):
+        with pytest.raises(ValueError, match="do not broadcast to the field"):
+            radial_power_spectrum(torch.zeros(4, 4), mask=torch.ones(3, 4, dtype=torch.bool))
         with pytest.raises(ValueError, match="spacing > 0"):
             radial_power_spectrum(torch.zeros(4, 4), 0.0)
         with pytest.raises(ValueError, match=r"needs a field \(\.\.\., H, W\)"):

@@ -44,6 +44,7 @@ SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "fss, window of the grid": lambda f, y, w: fractions_skill_score(f[0], y, EVENTS, (13, 9)),
     "fss of members": lambda f, y, w: fractions_skill_score(f, y, EVENTS, 3, member_dim=0, dims=(1, 2)),
     "spectrum": lambda f, y, w: radial_power_spectrum(f, (3.0, 2.0))[1],
+    "spectrum around missing data": lambda f, y, w: radial_power_spectrum(f, taper=True, mask=w > 0)[1],
     "tapered spectrum": lambda f, y, w: radial_power_spectrum(y, taper=True)[1],
 }
 

@@ -32,6 +32,7 @@ class Storms:
         births: cells born per step and million km2.
         seed: decides everything.
         start: of the first frame.
+        blind: km; within this distance of a point on the ridge no radar sees: reflectivity has no value (NaN) there.
     """
 
     rows: int = 256
@@ -42,10 +43,13 @@ class Storms:
     births: float = 12.0
     seed: int = 0
     start: str = "2024-06-01T12:00"
+    blind: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.columns, self.frames, self.minutes) < 1 or self.spacing <= 0 or self.births < 0:
+        if min(self.rows, self.columns, self.frames, self.minutes) < 1 or self.spacing <= 0:
             raise DataError(f"{self} has no point, no time or a spacing that is not positive")
+        if min(self.births, self.blind) < 0:
+            raise DataError(f"{self}: births and blind are at least 0")
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,15 @@ def frame(storms: Storms, number: int, top: int = 0, bottom: int | None = None) 
         _add(cloud, storms, top, y, x + 1.5 * radius * age, 2.5 * radius, 85 * np.sin(np.pi * age**0.7) * strength)
         _add(flash, storms, top, y, x, 0.6 * radius, 4e-3 * max(0.0, life - 0.35))
     ground = 295 - 0.0065 * orography(storms, top, bottom)
-    return np.stack([np.minimum(rain, 75), np.maximum(ground - cloud, 190), flash]).astype(np.float32)
+    rain = np.where(unseen(storms, top, bottom), np.nan, np.minimum(rain, 75))
+    return np.stack([rain, np.maximum(ground - cloud, 190), flash]).astype(np.float32)
+
+
+def unseen(storms: Storms, top: int = 0, bottom: int | None = None) -> np.ndarray:
+    """Points `(rows, columns)` that no radar sees, bool."""
+    y = np.arange(top, storms.rows if bottom is None else bottom)[:, None] + 0.5 - 0.5 * storms.rows
+    x = np.arange(storms.columns)[None] + 0.5 - 0.22 * storms.columns
+    return np.asarray(np.hypot(y, x) * storms.spacing < storms.blind)
 
 
 def alive(storms: Storms, number: int) -> Cells:

@@ -46,7 +46,14 @@ def make_stores(data: DataSettings, mesh: DeviceMesh | None, team: Team) -> None
 
 def whole_dataset(data: DataSettings, leads: int = 1) -> GridDataset:
     """Every time: `past` frames, the states `1 ... leads` steps later, the sun, and what does not change."""
-    states = Stream(_paths(data.stores), data.channels, offsets=tuple(range(1 - data.past, 1)), log1p=data.log1p)
+    states = Stream(
+        _paths(data.stores),
+        data.channels,
+        offsets=tuple(range(1 - data.past, 1)),
+        log1p=data.log1p,
+        masked=data.masked,
+        invalid_values=data.invalid_values,
+    )
     suns = sorted({offset + lead for offset in data.sun for lead in range(leads)})
     static = (*_paths(data.static_stores), *states.stores) if set(data.invariants) - {"latitude", "longitude"} else ()
     return GridDataset(

@@ -14,6 +14,7 @@ from nowcast.forecasting import Forecast, forecasts
 from nowcast.scores import as_array, finite, score, summarise
 from nowcast.seam import borders_of, on_one_rank
 from nowcast.settings import EvaluateSettings, Settings
+from nowcast.task import scored
 from nowcast.training import Setup, load_run, train
 
 
@@ -77,7 +78,7 @@ def score_forecast(made: Setup, forecast: Forecast) -> list[dict[str, Any]]:
     """A row per lead: start, analysis member, lead in hours, whether its truth was held out, and scores by channel."""
     settings = made.task.settings
     asked, sample = settings.evaluate, forecast.sample
-    weights = made.task.area(sample) if settings.data.area_weights else None
+    area = made.task.area(sample)
     rows = []
     for lead, held_out in enumerate(forecast.held_out):
         scores = score(
@@ -85,7 +86,8 @@ def score_forecast(made: Setup, forecast: Forecast) -> list[dict[str, Any]]:
             forecast.truth[lead],
             forecast.now,
             sample.channels["next"],
-            weights=weights,
+            weights=area,
+            seen=scored(sample, lead),
             thresholds=asked.thresholds,
             window=asked.window,
             spacing=settings.data.spacing,
@@ -114,7 +116,8 @@ def draw(made: Setup, forecast: Forecast) -> Drawing:
     alone = None
     if asked.compare and made.mesh.size() > 1:
         mesh = DistributedManager().initialize_mesh((-1, 1), ("copies", "alone"))["alone"]
-        plain = replace(sample, tensors={name: on_one_rank(t, mesh) for name, t in sample.tensors.items()})
+        tensors, masks = ({n: on_one_rank(t, mesh) for n, t in ts.items()} for ts in (sample.tensors, sample.masks))
+        plain = replace(sample, tensors=tensors, masks=masks)
         fields = task.forecast(made.model, plain, len(forecast.fields), asked.members, asked.seed, asked.batch)
         alone = as_array(fields)
     statistics = task.statistics.streams["next"]

@@ -1,5 +1,6 @@
 """Figures: maps with the borders of the ranks, scores by lead, spectra, rank histograms, seams, and a film."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +51,9 @@ def draw_maps(file: Path, drawing: "Drawing") -> None:
     figure.suptitle(f"{drawing.title} + {drawing.hours[-1]:g} h ({known}), on {drawing.ranks} ranks", fontsize=11)
     for row, channel in enumerate(drawing.channels):
         truth, members = drawing.truth[-1, row], drawing.fields[-1, :, row]
-        low, high = np.quantile(truth, (0.005, 0.995))
+        low, high = np.nanquantile(truth, (0.005, 0.995))
         error = members.mean(0) - truth
-        most = float(np.quantile(np.abs(error), 0.995)) or 1.0
+        most = float(np.nanquantile(np.abs(error), 0.995)) or 1.0
         for column, field in enumerate((truth, members[0], members[1], members.mean(0), error)):
             axes = grid[row, column]
             limits = (-most, most) if column == 4 else (low, high)
@@ -137,17 +138,17 @@ def draw_seam(file: Path, drawing: "Drawing") -> None:
     far = distance_to_border(drawing.truth.shape[-2], drawing.borders)
     unit = drawing.scale[:, None, None]
     wrong = np.abs(drawing.fields[0].mean(0) - drawing.truth[0]) / unit
-    panels = [(wrong.mean((0, 2)), "|mean - truth| / std of the field")]
+    panels = [(of_rows(wrong, np.nanmean), "|mean - truth| / std of the field")]
     if drawing.alone is not None:
         differs = np.abs(drawing.fields[0] - drawing.alone[0]) / unit
-        panels.append((differs.max((0, 1, 3)), "largest difference to one process / std of the field"))
+        panels.append((of_rows(differs, np.nanmax), "largest difference to one process / std of the field"))
     for axes, (values, title) in zip(grid[:, 0], panels, strict=True):
         axes.set_title(title, fontsize=9, color=INK)
         if not drawing.borders:
             axes.text(0.5, 0.5, "one rank: there is no border", ha="center", va="center", color=INK)
             continue
         axes.scatter(far, values, s=14, color=MODEL, linewidths=0)
-        axes.set_ylim(0, max(1.3 * float(values.max()), 1e-9))
+        axes.set_ylim(0, max(1.3 * float(np.nanmax(values)), 1e-9))
         axes.set_xlabel("rows to the nearest border", fontsize=8)
         _quiet(axes)
     figure.savefig(file, dpi=120)
@@ -163,14 +164,14 @@ def draw_film(file: Path, drawing: "Drawing") -> None:
     start = np.broadcast_to(drawing.now[:1], drawing.fields[0, :, 0].shape)
     members = np.concatenate([start[None], drawing.fields[:, :, 0]])
     hours = np.concatenate([[0.0], drawing.hours])
-    low, high = np.quantile(truth, (0.005, 0.995))
+    low, high = np.nanquantile(truth, (0.005, 0.995))
     spread = members.std(1)
     figure, grid = pyplot.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
     shown = []
     panels = (
         ("truth", truth, low, high),
         ("member 0", members[:, 0], low, high),
-        ("spread", spread, 0, spread.max() or 1),
+        ("spread", spread, 0, np.nanmax(spread) or 1),
     )
     for axes, (name, values, least, most) in zip(grid, panels, strict=True):
         shown.append(
@@ -202,6 +203,15 @@ def draw_curve(file: Path, journal: list[dict[str, Any]]) -> None:
     _quiet(axes)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def of_rows(fields: np.ndarray, reduce: Callable[..., np.ndarray]) -> np.ndarray:
+    """`(..., y, x)` reduced to a number for each row; NaN for a row without a value."""
+    rows = fields.swapaxes(-2, 0).reshape(fields.shape[-2], -1)
+    found = np.full(len(rows), np.nan)
+    known = np.isfinite(rows).any(1)
+    found[known] = reduce(rows[known], axis=1)
+    return found
 
 
 def _row_of(panels: int, width: float, height: float) -> tuple[Any, Any]:

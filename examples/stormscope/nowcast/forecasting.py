@@ -21,8 +21,8 @@ class Forecast:
     """An ensemble and what came, in physical units, cut over the ranks.
 
     Attributes:
-        fields: `(leads, members, C, y, x)`.
-        truth: `(leads, C, y, x)`; now: `(C, y, x)`, the newest state that the forecast saw.
+        fields: `(leads, members, C, y, x)`, NaN where nothing is forecast.
+        truth: `(leads, C, y, x)`; now: `(C, y, x)`, the newest state that it saw. Both are NaN where there is no value.
         held_out: per lead: the true state was not trained on.
     """
 
@@ -52,8 +52,8 @@ def forecasts(made: Setup) -> Iterator[Forecast]:
                     sample,
                     loader.layout,
                     task.forecast(made.model, sample, leads, asked.members, seed, asked.batch),
-                    task.statistics.denormalise("next", sample["next"]),
-                    task.statistics.denormalise("past", sample["past"])[-1],
+                    task.physical("next", sample["next"], sample.masks.get("next")),
+                    task.physical("past", sample["past"], sample.masks.get("past"))[-1],
                     tuple(bool(time >= border) for time in sample.times["next"]),
                 )
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from dpzoo.train import TrainConfig
+from dpzoo.train import TrainConfig, lift_loop_keys
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,11 @@ class DataSettings:
     Args:
         stores: of the state that is forecast, see `dpzoo.datapipes.grid.Stream`; "dpzoo:era5" is the embedded sample.
         channels: of the state, in order; null for all.
-        log1p: channels that become log(1 + x).
+        log1p: channels that become log(1 + x) for the model; forecasts and scores are of x.
+        masked: pixels without a value are allowed. They are 0 for the model, are not forecast and do not count in the
+            loss and in scores. Points at which no past frame has any value are hidden from a model that was built with
+            `mask_token: true`.
+        invalid_values: numbers that mean "no value", as stored.
         past: frames that the model sees.
         sun: frames of the sun's height that it sees, as offsets from the newest of them (1 is the forecast time).
         static_stores, invariants: fields without a time, and where those lie that `stores` do not have.
@@ -31,6 +35,8 @@ class DataSettings:
     stores: tuple[str, ...] = ("dpzoo:era5",)
     channels: tuple[str, ...] | None = None
     log1p: tuple[str, ...] = ()
+    masked: bool = False
+    invalid_values: tuple[float, ...] = ()
     past: int = 1
     sun: tuple[int, ...] = (1,)
     static_stores: tuple[str, ...] = ()
@@ -137,12 +143,12 @@ class Settings:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> "Settings":
-        """Of nested mappings, such as a YAML file holds.
+        """Of nested mappings, such as a YAML file holds; `parallel`, `compile`, `amp`, `resume` are those of "train".
 
         Raises:
             ValueError: a key that is not known.
         """
-        given = dict(table)
+        given = lift_loop_keys(table)
         kinds = {
             "data": DataSettings,
             "diffusion": DiffusionSettings,

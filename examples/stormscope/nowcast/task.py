@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from dpzoo.train.step import Objective
 from nowcast.settings import Settings
 
 CHANGES = "changes.json"
+LEAST_AREA = 1e-6
+"""Of a point, so that a pole, whose area is 0, still has its place in the noised field."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,20 @@ class Task:
         """The next state (or the change to it) given what is known."""
         now, after = sample["past"][-1:], sample["next"][:1]
         target = (after - now) / self.scale if self.settings.predict == "change" else after
-        mask = self.area(sample).unsqueeze(0) if self.settings.data.area_weights else None
-        return Denoising(target, self.conditions(sample, sample.stacked("past"), lead=0), mask)
+        mask = counting(self.area(sample), scored(sample, lead=0))
+        conditions = self.conditions(sample, sample.stacked("past"), sample.masks.get("past"), lead=0)
+        return Denoising(target, conditions, None if mask is None else mask.unsqueeze(0))
 
-    def conditions(self, sample: GridSample, state: Tensor, lead: int) -> dict[str, Tensor]:
-        """Keyword arguments of the denoiser for the step after `lead` steps from `state (M, frames * C, y, x)`."""
+    def conditions(self, sample: GridSample, state: Tensor, seen: Tensor | None, lead: int) -> dict[str, Tensor]:
+        """Keyword arguments of the denoiser for the step after `lead` steps.
+
+        Args:
+            state: `(M, frames * C, y, x)`, all frames that it sees.
+            seen: `(frames, C, y, x)`, where they have a value; None: everywhere.
+        """
         found = {"state": state}
+        if seen is not None and self.settings.model.get("mask_token", False):
+            found["invalid"] = ~seen.flatten(0, 1).any(0, keepdim=True).unsqueeze(0)
         if self.settings.data.sun:
             offsets = sorted({o + step for o in self.settings.data.sun for step in range(len(sample.times["next"]))})
             places = [offsets.index(offset + lead) for offset in self.settings.data.sun]
@@ -48,11 +59,22 @@ class Task:
             found["invariant"] = sample.batched("invariants")
         return found
 
-    def area(self, sample: GridSample) -> Tensor:
-        """Cosine of the latitude, `(1, y, x)`."""
+    def area(self, sample: GridSample) -> Tensor | None:
+        """Cosine of the latitude, `(1, y, x)`, if points count by it."""
+        if not self.settings.data.area_weights:
+            return None
         place = self.settings.data.invariants.index("latitude")
         fields = self.statistics.denormalise("invariants", sample["invariants"])
-        return fields[place : place + 1].deg2rad().cos().clamp(min=0)
+        return fields[place : place + 1].deg2rad().cos().clamp(min=LEAST_AREA)
+
+    def physical(self, stream: str, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Normalised states `(..., C, y, x)` in physical units, NaN where `seen` (bool, likewise) is False."""
+        fields = self.statistics.denormalise(stream, x)
+        if self.settings.data.log1p:
+            channels = self.statistics.channels(stream)
+            which = [[[name in self.settings.data.log1p]] for name in channels]
+            fields = torch.where(torch.tensor(which, device=fields.device), fields.expm1(), fields)
+        return fields if seen is None else torch.where(seen, fields, torch.nan)
 
     @property
     def loss(self) -> EDMLoss:
@@ -83,48 +105,67 @@ class Task:
         """An ensemble of forecasts, each member going on from its own last state.
 
         Returns:
-            `(leads, members, C, y, x)`, float32, in physical units, cut as the sample is.
+            `(leads, members, C, y, x)`, float32, in physical units, cut as the sample is; NaN where the newest state
+            has no value.
         """
         channels = sample["past"].shape[1]
         state, found = sample.stacked("past"), []
+        seen = sample.masks.get("past")
+        known = None if seen is None else seen[-1:]
         for lead in range(leads):
             now = state[:, -channels:]
-            conditions = self.conditions(sample, state, lead)
+            conditions, own = self.conditions(sample, state, seen, lead), seed + 1_000_003 * lead
             drawn = draw_ensemble(
-                model, self.sampler, now[:1], conditions, members, seed=seed + 1_000_003 * lead, batch=batch
+                model, self.sampler, now[:1], conditions, members, seed=own, batch=batch, mask=known
             ).float()
             after = now + drawn * self.scale if self.settings.predict == "change" else drawn
-            found.append(self.statistics.denormalise("next", after))
+            found.append(self.physical("next", after, known))
+            if seen is not None and known is not None:
+                after = torch.where(known, after, 0.0)  # as the loader has it
+                seen = torch.cat([seen[1:], known])
             older = state[:, channels:]
             older = older if older.shape[0] == after.shape[0] else older.expand(after.shape[0], *older.shape[1:])
             state = torch.cat([older, after], dim=1) if older.shape[1] else after
         return torch.stack(found)
 
 
+def scored(sample: GridSample, lead: int) -> Tensor | None:
+    """Where the newest state and the one `lead` + 1 steps later both have a value, `(C, y, x)`; None: everywhere."""
+    if "past" not in sample.masks:
+        return None
+    return sample.masks["past"][-1] & sample.masks["next"][lead]
+
+
+def counting(area: Tensor | None, seen: Tensor | None) -> Tensor | None:
+    """How much points count: by area, by whether they have a value, or by both."""
+    return area if seen is None else seen if area is None else area * seen
+
+
 def make_task(settings: Settings, statistics: GridStatistics, device: torch.device, scale: Mapping[str, float]) -> Task:
     """The task, for the deviation of each channel's change."""
-    ones = [1.0] * len(scale)
-    values = list(scale.values()) if settings.predict == "change" else ones
-    return Task(settings, statistics, torch.tensor(values, device=device).view(-1, 1, 1))
+    return Task(settings, statistics, torch.tensor(list(scale.values()), device=device).view(-1, 1, 1))
 
 
 def change_scale(settings: Settings, dataset: GridDataset, loader: GridLoader, team: Team) -> dict[str, float]:
     """Root mean square of each channel's change in one step, normalised: read from the run's folder or found there.
 
-    At most 64 samples of each data-parallel rank are read.
+    At most 64 samples of each data-parallel rank are read; none where the state itself is predicted, in units of 1.
     """
     file = settings.out / CHANGES
+    if settings.predict == "state":
+        return dict.fromkeys(dataset.index.timelines["past"].channels, 1.0)
     if not team.from_first(file.exists()):
         channels = dataset.index.timelines["past"].channels
-        sums, count = dict.fromkeys(channels, 0.0), 0
-        for sample in loader.epoch(0):
-            squares = (sample["next"][0] - sample["past"][-1]).square().mean((1, 2))
-            for channel, place in zip(channels, range(len(channels)), strict=True):
-                sums[channel] += squares[place].item()
-            count += 1
-            if count == 64:
-                break
-        found = {name: max(value, 1e-12) ** 0.5 for name, value in team.mean(sums, count).items()}
+        sums, counts = dict.fromkeys(channels, 0.0), dict.fromkeys(channels, 0.0)
+        for sample in islice(loader.epoch(0), 64):
+            squares, seen = (sample["next"][0] - sample["past"][-1]).square(), scored(sample, lead=0)
+            share = squares.new_ones(len(channels)) if seen is None else seen.to(squares.dtype).mean((1, 2))
+            means = (squares if seen is None else squares * seen).mean((1, 2))
+            for place, channel in enumerate(channels):
+                sums[channel] += means[place].item()
+                counts[channel] += share[place].item()
+        sums, counts = team.mean(sums, 1), team.mean(counts, 1)
+        found = {name: max(value / (counts[name] or 1), 1e-12) ** 0.5 for name, value in sums.items()}
         if team.is_first:
             file.write_text(json.dumps(found, indent=1))
     return team.from_first(json.loads(file.read_text()) if team.is_first else {})

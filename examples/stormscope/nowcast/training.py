@@ -1,6 +1,7 @@
 """What each rank of `train.py` runs."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,9 +72,10 @@ def train(settings: Settings) -> int:
     """Train as configured; the exit status, which is 0 also when the run was asked to stop."""
     mesh = make_mesh(settings)
     made = set_up(settings, mesh)
-    optimizer = torch.optim.AdamW(
-        made.model.parameters(), lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay
-    )
+
+    def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(weights, lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay)
+
     if made.team.is_first:
         (settings.out / FILE).write_text(json.dumps(settings.to_dict(), indent=1))
         print(_introduction(settings, made), flush=True)

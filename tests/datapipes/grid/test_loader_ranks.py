@@ -1,4 +1,5 @@
 import shutil
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -151,18 +152,27 @@ def test_faults_of_one_rank_stop_all(ranks):
 @distributed(ranks=2)
 def test_each_rank_reads_its_share_and_holds_no_more(ranks):
     with folder_of_all_ranks() as (folder, mine):
-        data = np.random.default_rng(0).standard_normal((2, 4, 64, 48)).astype(np.float32)
+        data = np.random.default_rng(0).standard_normal((2, 4, 256, 192)).astype(np.float32)
         if mine:
-            group = write_channels(folder / "a.zarr", hours(2), data=data, rows=8)
+            group = write_channels(folder / "a.zarr", hours(2), data=data, rows=16)
             for name in ("latitude", "longitude"):  # of another grid
                 shutil.rmtree(group / name)
         dist.barrier()
         dataset = GridDataset({"x": Stream((folder / "a.zarr",))})
-        with GridLoader(dataset, domain_mesh(), multiple=4) as loader, GridLoader(dataset, prefetch=0) as alone:
+        mesh = domain_mesh()
+        with GridLoader(dataset, mesh, multiple=4, prefetch=0) as loader, GridLoader(dataset, prefetch=0) as alone:
             for sample in loader:
                 assert sample["x"].to_local().numel() == data[0].size // 2
-            list(alone)
-            assert 0.49 * alone.bytes_read < loader.bytes_read < 0.51 * alone.bytes_read
+            next(alone.epoch(0))  # imports are not the samples' memory
+            alone.bytes_read = 0
+            peaks = []
+            for each in (loader, alone):
+                tracemalloc.start()
+                list(each.epoch(1))
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+            assert 0.49 * 2 * alone.bytes_read < loader.bytes_read < 0.51 * 2 * alone.bytes_read
+            assert peaks[0] < 0.6 * peaks[1]
 
 
 @distributed(ranks=4)
