@@ -17,7 +17,7 @@ from dpzoo.shard.errors import (
 from dpzoo.shard.fallback import reset_warnings, strict
 from dpzoo.shard.gradients import grad_sync
 from dpzoo.shard.manager import DistributedManager
-from dpzoo.shard.random import manual_seed
+from dpzoo.shard.random import get_rng_state, manual_seed, set_rng_state
 from dpzoo.shard.ring import RingPassingConfig, perform_ring_iteration
 from dpzoo.shard.rules.attention import attention_mode
 from dpzoo.shard.rules.halo_conv import halo_overlap
@@ -42,6 +42,7 @@ __all__ = [
     "TensorPromotionMode",
     "UndeterminedShardingError",
     "attention_mode",
+    "get_rng_state",
     "grad_sync",
     "halo_overlap",
     "manual_seed",
@@ -49,6 +50,7 @@ __all__ = [
     "reset_warnings",
     "scatter",
     "scatter_tensor",
+    "set_rng_state",
     "strict",
     "sync_module_over_mesh",
 ]

@@ -171,14 +171,28 @@ class _PlainToShard(torch.autograd.Function):
         spec, axes = ctx.spec, ctx.sum_axes
         if not axes and spec.is_replicated:
             return g, None, None
-        if spec.is_replicated and ctx.defer:
-            groups = tuple(spec.layout.groups[a] for a in axes if spec.layout.shape[a] > 1)
-            if not groups:
-                return g, None, None
-            if gradients.collect(ctx.next_functions[0][0], g, groups):
-                return None, None, None
+        if ctx.defer:
+            taken, instead = _postpone(ctx, g)
+            if taken:
+                return instead, None, None
         full = spec.replicated()
         return to_shard(from_shard(g, partial_over(spec, axes)), full), None, None
+
+
+def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
+    """See `gradients.collect`; the gradient of a slice is a part too, with zeros around it."""
+    spec, layout = ctx.spec, ctx.spec.layout
+    parts = {*ctx.sum_axes, *spec.cut_dims.values()}
+    groups = tuple(layout.groups[a] for a in layout.axes if a in parts and layout.shape[a] > 1)
+    if not groups:
+        return spec.is_replicated, g
+    if not spec.is_replicated:
+        if ctx.defer is not gradients.When.BY_THE_WRAPPER:  # gathering the slices costs less than a sum of all
+            return False, None
+        whole = g.new_zeros(spec.shape)
+        _slice(whole, spec).copy_(g)
+        g = whole
+    return gradients.collect(ctx.defer, ctx.next_functions[0][0], g, groups)
 
 
 # ---------------------------------------------------------------------- local -> local, with communication

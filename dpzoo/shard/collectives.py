@@ -46,6 +46,8 @@ _GATHER_NOW, _EXCHANGE_NOW, _EXCHANGE_LATER = AllgatherOptions(), AllToAllOption
 _GATHER_NOW.asyncOp = _EXCHANGE_NOW.asyncOp = False
 _EXCHANGE_LATER.asyncOp = True
 _REDUCE_NOW: dict[str, AllreduceOptions] = {}
+_REDUCE_LATER = AllreduceOptions()
+_REDUCE_LATER.reduceOp, _REDUCE_LATER.asyncOp = dist.ReduceOp.SUM, True
 for _name, _op in _OPS.items():
     _REDUCE_NOW[_name] = AllreduceOptions()
     _REDUCE_NOW[_name].reduceOp, _REDUCE_NOW[_name].asyncOp = _op, False
@@ -90,9 +92,7 @@ def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
 def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
     """Start summing `flat` in place over the group; wait on what comes back before reading it."""
     traffic.note(flat.nbytes)
-    work = dist.all_reduce(
-        torch.view_as_real(flat) if flat.is_complex() else flat, group=group_of(group), async_op=True
-    )
+    work = group_of(group).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], _REDUCE_LATER)
     assert work is not None
     return work
 
@@ -154,9 +154,13 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
     pg = group_of(group)
     if pg.size() == 1:
         return t
+    if _in_equal_blocks(t, dim, sizes):
+        return _gathered_blocks(t, dim, pg)
     longest, row = max(sizes), row_numel(t, dim)
     if longest * row == 0:
         return t.new_empty(with_size(t.shape, dim, sum(sizes)))
+    if t.dtype.itemsize == 1 and t.dtype.is_floating_point:  # torch.cat refuses them under autocast
+        return all_gather_v(t.contiguous().view(torch.uint8), dim, sizes, group).view(t.dtype)
     flat = _bytes(t)
     per = longest * row * t.element_size()
     if flat.numel() != per:
@@ -173,6 +177,32 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
         rows = out.view(n, *t.shape).unbind(0)
         return torch.cat(rows, dim)
     return torch.cat([out[r, : k * row].view(with_size(t.shape, dim, k)) for r, k in enumerate(sizes)], dim)
+
+
+def _in_equal_blocks(t: Tensor, dim: int, sizes: Sizes) -> bool:
+    """Does each rank's part of `dim` lie in one piece, as long as the others', in a dtype that every backend takes?"""
+    return (
+        t.dtype in _AS_THEY_ARE
+        and sizes.count(sizes[0]) == len(sizes)
+        and math.prod(t.shape[:dim]) == 1
+        and t.numel() > 0
+        and not t.is_neg()
+    )
+
+
+_AS_THEY_ARE = frozenset((torch.float32, torch.float64))
+
+
+def _gathered_blocks(t: Tensor, dim: int, pg: ProcessGroup) -> Tensor:
+    """All blocks as they arrive: nothing is packed, padded or copied."""
+    n = pg.size()
+    flat = t.detach().contiguous().view(-1)
+    out = flat.new_empty(n * flat.numel())
+    traffic.note(flat.nbytes)
+    work = pg._allgather_base(out, flat, _GATHER_NOW)
+    if work is not None:
+        work.wait()
+    return out.view(with_size(t.shape, dim, n * t.shape[dim]))
 
 
 @traceable(lambda *call: _all_to_all_shape(*call))
@@ -201,6 +231,8 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
     if op not in ("sum", "avg") or t.dtype is torch.bool:
         return all_reduce(t, group, op).narrow(dim, starts(sizes)[pg.rank()], sizes[pg.rank()]).contiguous()
     me = pg.rank()
+    if op == "sum" and _in_equal_blocks(t, dim, sizes):
+        return _summed_blocks(t, dim, pg)
     parts = t.split(sizes, dim)
     mine = parts[me]
     received = _transport(
@@ -216,6 +248,17 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
     for piece in pieces[2:]:
         total += piece
     return (total / pg.size() if op == "avg" else total).to(t.dtype)
+
+
+def _summed_blocks(t: Tensor, dim: int, pg: ProcessGroup) -> Tensor:
+    """Block r of every rank, added up on rank r; one message that is neither packed nor taken apart."""
+    n, sent = pg.size(), t.detach().contiguous()
+    received = sent.new_empty((n, *with_size(t.shape, dim, t.shape[dim] // n)))
+    traffic.note(sent.nbytes // n * (n - 1))
+    work = pg.alltoall_base(received, sent.view(received.shape), [], [], _EXCHANGE_NOW)
+    if work is not None:
+        work.wait()
+    return received.sum(0)
 
 
 @traceable(lambda t, *_: t.shape)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from dpzoo.shard.bridges import as_sharded, from_shard, grad_spec, relayout, to_shard
@@ -16,6 +16,7 @@ from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, contiguous_stride
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec, cut_of, default_sizes, placement_of, stride_like
 from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.tracing import is_tracing
 
 
 def cuts_of(layout: MeshLayout, placements: Sequence[Placement] | None, ndim: int) -> tuple[Cut, ...]:
@@ -122,19 +123,27 @@ def as_tangent(g: ShardTensor, spec: ShardTensorSpec) -> ShardTensor:
     return wrap(relayout(g, wanted)._local_tensor.contiguous(), wanted.of_dtype(g.dtype))
 
 
+def plain_tangent(g: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A gradient that is whole, and alike on every rank, in the layout that a compiled graph takes."""
+    return as_tangent(as_sharded(g.detach(), spec), spec)
+
+
 def from_dtensor(d: DTensor) -> ShardTensor:
     """See `ShardTensor.from_dtensor`."""
+    private = [isinstance(p, Partial) and type(p) is not Partial for p in d.placements]
+    if any(private):  # parts of a norm, or of a masked sum: only DTensor knows how they add up
+        d = d.redistribute(placements=[Replicate() if x else p for x, p in zip(private, d.placements, strict=True)])
     layout = MeshLayout.of(d.device_mesh)
     cuts = cuts_of(layout, d.placements, d.ndim)
     sizes = default_sizes(layout, cuts, d.shape)
     local = d.to_local(
-        grad_placements=[
-            torch.distributed.tensor.Replicate() if isinstance(c, str) else p
-            for c, p in zip(cuts, d.placements, strict=True)
-        ]
+        grad_placements=[Replicate() if isinstance(c, str) else p for c, p in zip(cuts, d.placements, strict=True)]
     )
     if hasattr(local, "wait"):  # a collective of the DTensor that is still under way
         local = local.wait()
+    if local.requires_grad and torch.is_grad_enabled() and not is_tracing():
+        # Memory of its own: autograd sees that a gradient is shared with another operand, but not inside a DTensor.
+        local.register_hook(Tensor.clone)
     return from_shard(local, ShardTensorSpec.make(layout, cuts, sizes, d.shape, d.dtype, stride_like(d.shape, local)))
 
 

@@ -22,6 +22,7 @@ from dpzoo.shard.op_names import NOT_POINTWISE, POINTWISE_NAMES
 from dpzoo.shard.plan import AxisChoice, Dims, Operand, choose, layout_of
 from dpzoo.shard.spec import ShardTensorSpec, stride_like
 from dpzoo.shard.tensor import DISPATCH, ShardTensor, wrap
+from dpzoo.shard.tracing import is_tracing, numbers
 from dpzoo.shard.transfer import move
 
 aten = torch.ops.aten
@@ -33,6 +34,8 @@ def on(*ops: Any) -> Callable[[Handler], Handler]:
 
     def register(answer: Handler) -> Handler:
         def call(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            if is_tracing():
+                args, kwargs = numbers((args, kwargs))
             return answer(op, *args, **kwargs)
 
         for op in ops:

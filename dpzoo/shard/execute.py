@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard.autocast import summands
 from dpzoo.shard.bridges import from_shard, plain_to_shard, relayout, sum_over, to_shard
 from dpzoo.shard.plan import Dims, Operand, choose, layout_of
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec, stride_like
@@ -39,29 +40,31 @@ class _Entry:
 class _Exit:
     """How one local output becomes a global tensor; its spec is made at the first run and reused."""
 
-    __slots__ = ("cuts", "groups", "home", "layout", "sizes", "spec")
+    __slots__ = ("cuts", "groups", "home", "layout", "rounded", "sizes", "spec")
 
     def __init__(self, layout: Any, cuts: Any, sizes: Any, groups: tuple[str, ...], home: Any) -> None:
         self.layout, self.cuts, self.sizes, self.groups, self.home = layout, cuts, sizes, groups, home
         self.spec: ShardTensorSpec | None = None
+        self.rounded: torch.dtype | None = None  # of a sum whose summands are wider
 
     def leave(self, local: Tensor) -> Tensor:
+        if self.groups:
+            local = self._summed(local)
         spec = self.spec
         if spec is None or spec.dtype is not local.dtype:
             spec = self.spec = self._spec_of(local)
-        if self.groups:
-            local = self._summed(local)
         out = from_shard(local, spec) if local.requires_grad else wrap(local, spec)
         return relayout(out, spec.like(cuts=self.home[0], sizes=self.home[1])) if self.home is not None else out
 
     def _summed(self, local: Tensor) -> Tensor:
         """Partial sums added up, in float32 for half precision, so that the error does not grow with the ranks."""
         wide = local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+        dtype = self.rounded or local.dtype
         if local.requires_grad:
-            return sum_over(wide, self.groups).to(local.dtype)
+            return sum_over(wide, self.groups).to(dtype)
         for group in self.groups:
             wide = comm.all_reduce(wide, group)
-        return wide.to(local.dtype)
+        return wide.to(dtype)
 
     def _spec_of(self, local: Tensor) -> ShardTensorSpec:
         shape = list(local.shape)
@@ -78,6 +81,8 @@ class CompiledPlan:
 
     def __init__(self, dims: Dims, entries: list[_Entry], exits: list[_Exit], gathered: int) -> None:
         self.local, self.check = dims.local, dims.check
+        if len(exits) == 1 and exits[0].groups:
+            self.local, exits[0].rounded = summands(dims.local, [e.spec for e in entries])
         self.entries, self.exits, self.gathered = entries, exits, gathered
 
     def run(self, tensors: Sequence[Tensor], func: Any, args: Any, kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from dpzoo.shard.moved_view import copied_view
 from dpzoo.shard.op_names import INPLACE_OPERATORS, VIEW_NAMES
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec, stride_like
 from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tracing import RandomOps, is_tracing
 
 _strict = False
 _said: set[tuple[str, str]] = set()
@@ -96,9 +97,16 @@ _INPLACE_OPERATORS = frozenset(getattr(operator, name) for name in INPLACE_OPERA
 
 def _deterministic(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call `func` on whole tensors; raise if it drew random numbers, which are not the same on every rank."""
-    before = _random_states()
-    out = func(*args, **kwargs)
-    if any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True)):
+    if is_tracing():
+        watch = RandomOps()
+        with watch:
+            out = func(*args, **kwargs)
+        drew = bool(watch.seen)
+    else:
+        before = _random_states()
+        out = func(*args, **kwargs)
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(), strict=True))
+    if drew:
         raise MissingShardPatch(
             f"{op_name(func)}{where()} draws random numbers and has no rule: they would differ between the ranks. Draw "
             "them with an op that has a rule (rand_like, bernoulli, dropout), or register a handler with "

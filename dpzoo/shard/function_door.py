@@ -212,6 +212,8 @@ _BROADCAST: dict[Any, _BroadcastRule] = {}
 def pointwise_inplace(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The target keeps its layout; the other operands come to it."""
     target = args[0] if args else kwargs.get("input")
+    if isinstance(target, DTensor):
+        return _into_dtensor(func, types, target, args, kwargs)
     if not isinstance(target, ShardTensor):  # a plain target: it takes whole values
         whole = [fallback.whole(a) for a in args]
         try:
@@ -229,6 +231,19 @@ def pointwise_inplace(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) 
     _check_fits(func, target, others)
     rest = [_to_layout_of(a, target, func) for a in args[1:]]
     return native(func, types, (target, *rest), {k: _to_layout_of(v, target, func) for k, v in kwargs.items()})
+
+
+def _into_dtensor(func: Any, types: Any, target: DTensor, args: Any, kwargs: dict[str, Any]) -> DTensor:
+    """The same memory is written as that of a ShardTensor."""
+    if target.requires_grad and torch.is_grad_enabled():
+        raise ShardError(
+            f"{op_name(func)}{where_in()} into a DTensor that needs a gradient: the other operand is a ShardTensor. "
+            "Use the op that makes a new tensor, or run it under no_grad"
+        )
+    same: Any = target.detach()
+    view = ShardTensor.from_dtensor(same)
+    pointwise_inplace(func, types, (view, *args[1:]), {k: v for k, v in kwargs.items() if k != "input"})
+    return target
 
 
 def _check_fits(func: Any, target: ShardTensor, others: list[Tensor]) -> None:

@@ -3,13 +3,15 @@
 An op on shards gives each rank its part of a weight's gradient. For a leaf weight the parts are collected in buckets,
 summed over the group while backward goes on, and added to `.grad` by an engine callback at the end; so the parts never
 mix with what other, unsharded uses of the same weight add to `.grad`. Where somebody reads the gradient earlier
-(hooks on the weight, `autograd.grad`, second order, DDP, non-leaf tensors) it is summed at once instead.
+(hooks on the weight, `autograd.grad`, second order, DDP, FSDP2, non-leaf tensors) it is summed at once instead. And
+where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,24 +19,38 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dpzoo.shard import averaging
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.tracing import is_tracing
 
 _flatten = torch._C._nn.flatten_dense_tensors
 _unflatten = torch._C._nn.unflatten_dense_tensors
 BUCKET_BYTES = 25 * 2**20
+MODES = ("bucket", "eager", "flat")
 _mode = "bucket"
+
+
+class When(IntEnum):
+    """When the parts of a weight's gradient become its gradient; zero, and so false, if that is at once."""
+
+    NOW = 0
+    AT_THE_END = 1
+    BY_THE_WRAPPER = 2
 
 
 @contextmanager
 def grad_sync(mode: str) -> Iterator[None]:
-    """How weight gradients are summed: "bucket" (default: asynchronous, coalesced) or "eager" (each one at once).
+    """How weight gradients are summed over the domain; asked while forward runs.
 
-    Use "eager" when something reads `weight.grad` before `backward()` returns and registers no hook on the weight.
+    Args:
+        mode: "bucket" (default): asynchronous and coalesced, complete when `backward()` returns. "eager": each one at
+            once; use it when something reads `weight.grad` before `backward()` returns and registers no hook on the
+            weight. "flat": not at all where a wrapper has promised to average over the domain too, else eager; this is
+            what `dpzoo.parallel.parallelize` does.
     """
     global _mode
-    if mode not in ("bucket", "eager"):
-        raise ValueError(f"grad_sync takes 'bucket' or 'eager', got {mode!r}")
+    if mode not in MODES:
+        raise ValueError(f"grad_sync takes 'bucket', 'eager' or 'flat', got {mode!r}")
     before, _mode = _mode, mode
     try:
         yield
@@ -42,18 +58,25 @@ def grad_sync(mode: str) -> Iterator[None]:
         _mode = before
 
 
-def may_defer() -> bool:
-    """Asked in forward: may the gradients that follow from it wait for the end of the backward pass?
+def present_mode() -> str:
+    """The mode of the innermost `grad_sync`."""
+    return _mode
 
-    Not inside a DDP forward, whose reducer reads gradients as they arrive; nor when forward runs inside a backward pass
-    (a reentrant checkpoint), where nobody can tell whether DDP is at work.
+
+def may_defer() -> When:
+    """Asked in forward: until when may the gradients that follow from it stay parts?
+
+    Not beyond their arrival inside a DDP forward, which reads gradients as they arrive (so does FSDP2, whose weights
+    `collect` knows). Nor when forward runs inside a backward pass (a reentrant checkpoint), where nobody can tell
+    whether a wrapper is at work; nor in a graph, which has no end-of-backward callback and outlives its mode.
     """
-    return (
-        _mode == "bucket"
-        and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
-        and torch._C._current_graph_task_id() == -1
-        and not is_tracing()  # a graph has no end-of-backward callback
-    )
+    if _mode == "eager" or torch._C._current_graph_task_id() != -1 or is_tracing():
+        return When.NOW
+    if _mode == "flat":
+        return When.BY_THE_WRAPPER
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        return When.NOW
+    return When.AT_THE_END
 
 
 def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
@@ -63,35 +86,50 @@ def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
     return g
 
 
-def collect(node: Any, g: Tensor, groups: tuple[str, ...]) -> bool:
-    """Take over the partial gradient `g` of the leaf behind `node`; False if it must be summed at once.
+def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[bool, Tensor | None]:
+    """Take over the partial gradient `g` of the leaf behind `node`.
+
+    Returns:
+        Whether that was possible, else `g` must be summed at once; and what the node gets for now.
 
     Every rank answers alike: the graph, the hooks and the mode are the same on all ranks.
     """
-    if torch.is_grad_enabled():
-        return False
-    try:
-        weight = node.variable
-    except AttributeError:  # not a leaf
-        return False
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return False
+    weight = _leaf(node) if when else None
+    if weight is None:
+        return False, None
+    if when is When.AT_THE_END and averaging.is_fully_sharded(weight):
+        return False, None
+    scale = averaging.factor(weight, groups) if when is When.BY_THE_WRAPPER else 1
+    if scale is None:
+        return False, None
     try:
         runs = torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the leaf is an input of autograd.grad, which hands the gradient out itself
-        return False
-    if runs:
-        (_tasks.get(torch._C._current_graph_task_id()) or _new_task()).add(weight, g, groups)
-    return True  # not run: backward(inputs=...) does not ask for this weight, nothing to sum
+        return False, None
+    if not runs:  # backward(inputs=...) does not ask for this weight, nothing to sum
+        return True, None
+    if when is When.BY_THE_WRAPPER:
+        return True, g * scale
+    (_tasks.get(torch._C._current_graph_task_id()) or _new_task()).add(weight, g, groups)
+    return True, None
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """The weight whose gradient the node accumulates, if nobody looks at it on the way."""
+    if torch.is_grad_enabled():
+        return None
+    weight = getattr(node, "variable", None)
+    if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    return weight
 
 
 def weight_grad(ctx: Any, position: int, g: Tensor, groups: tuple[str, ...]) -> Tensor | None:
     """What a Function returns for its plain input at `position`: the complete gradient, None if it is summed later."""
     if not groups:
         return g
-    if ctx.defer and collect(ctx.next_functions[position][0], g, groups):
-        return None
-    return sum_over(g, groups)
+    taken, instead = collect(ctx.defer, ctx.next_functions[position][0], g, groups)
+    return instead if taken else sum_over(g, groups)
 
 
 def again(ctx: Any, rule: Any, tensors: tuple[Tensor | None, ...], g: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.shard.errors import LayoutError
+from dpzoo.shard.tracing import is_tracing, off_the_graph
 
 _POOL: dict[tuple[Any, ...], "MeshLayout"] = {}
 
@@ -34,6 +35,13 @@ class MeshLayout:
     @staticmethod
     def of(mesh: DeviceMesh) -> "MeshLayout":
         """The interned layout of `mesh`; raises `LayoutError` on a rank outside the mesh."""
+        if is_tracing():  # a mesh keeps its ranks in tensors, which a graph would take for its own
+            with off_the_graph():
+                return MeshLayout._of(mesh)
+        return MeshLayout._of(mesh)
+
+    @staticmethod
+    def _of(mesh: DeviceMesh) -> "MeshLayout":
         if not isinstance(mesh, DeviceMesh):
             raise LayoutError(f"expected a torch DeviceMesh (see init_device_mesh), got {type(mesh).__name__}")
         coords = mesh.get_coordinate()

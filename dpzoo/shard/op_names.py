@@ -18,7 +18,7 @@ NATIVE_NAMES = _words(
     new_empty new_empty_strided new_full new_ones new_zeros ones_like permute promote_types register_hook
     register_post_accumulate_grad_hook requires_grad_ resolve_conj resolve_neg result_type retain_grad short squeeze
     storage_offset stride swapaxes swapdims t to transpose type type_as unsqueeze view_as_complex view_as_real zero_
-    zeros_like
+    zeros_like _unsafe_view
     """
 )
 

@@ -189,13 +189,13 @@ def probe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Run `op` on tensors of the same shapes without data: what torch refuses is refused here, on every rank alike.
 
     A shard may fit where the global tensor does not (or only on some ranks), so a rule asks before anything is sent.
-    Casts that autocast would make are not known here; nothing is checked then.
+    Where autocast is on it settles the dtypes itself, and only shapes are asked for here.
     """
-    if torch._C._is_any_autocast_enabled():
-        return
+    wide = torch.float32 if torch._C._is_any_autocast_enabled() else None
 
     def empty(t: Tensor) -> Tensor:
-        return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+        dtype = wide if wide is not None and t.dtype.is_floating_point else t.dtype
+        return torch.empty(tuple(t.shape), dtype=dtype, device="meta")
 
     args, kwargs = tree_map_only(Tensor, empty, (args, kwargs))
     with suppress(NotImplementedError):  # an op without a meta kernel

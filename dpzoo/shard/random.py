@@ -7,18 +7,24 @@ generator; the key of a call is found again by what that generator gives, so tha
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard.errors import ShardError
 from dpzoo.shard.spec import ShardTensorSpec
+from dpzoo.shard.tracing import is_tracing, kept
 
 _MASK = (1 << 63) - 1
+_PIECE = {"cpu": 2**17}  # elements that are drawn at a time, by device type
 _seed: int | None = None
 _count = 0
 _seen: OrderedDict[int, int] = OrderedDict()  # state of torch's generator -> number of the draw made there
@@ -31,13 +37,35 @@ def manual_seed(seed: int) -> None:
     _seen.clear()
 
 
-def next_key(spec: ShardTensorSpec) -> int:
+def get_rng_state() -> dict[str, int | None]:
+    """Where the stream of random numbers of ShardTensors is; it does not depend on the number of ranks."""
+    return {"seed": _seed, "count": _count}
+
+
+def set_rng_state(state: Mapping[str, int | None]) -> None:
+    """Go on from a state that `get_rng_state` gave; call it with the same on every rank of a mesh."""
+    global _seed, _count
+    _seed, _count = state["seed"], state["count"] or 0
+    _seen.clear()
+
+
+Key = int | Tensor  # in a graph, which draws anew at each call: a tensor of what a draw needs of it, see `_of_key`
+
+
+def next_key(spec: ShardTensorSpec) -> Key:
     """Key of the next draw, the same on every rank of the mesh of `spec`."""
+    if is_tracing():
+        with kept():
+            return torch.ops.dpzoo.draw(json.dumps(spec.layout.groups), spec.layout.device_type)
+    return _key_now(spec.layout.groups, spec.layout.device_type)
+
+
+def _key_now(groups: Sequence[str], device: str) -> int:
     global _seed, _count
     if _seed is None:  # first use without a seed: the first rank's torch seed serves all
-        start = torch.tensor(torch.initial_seed() & _MASK, device=spec.layout.device_type)
-        for axis in spec.layout.axes:
-            start = comm.broadcast(start, 0, spec.layout.groups[axis])
+        start = torch.tensor(torch.initial_seed() & _MASK, device=device)
+        for group in groups:
+            start = comm.broadcast(start, 0, group)
         _seed = int(start)
     state = int(torch.randint(_MASK, (), device="cpu"))
     number = _seen.get(state)
@@ -47,6 +75,24 @@ def next_key(spec: ShardTensorSpec) -> int:
         if len(_seen) > 65536:
             _seen.popitem(last=False)
     return _mix_int(_seed ^ _mix_int(number + 1))
+
+
+def _of_key(key: Key) -> tuple[Any, Any]:
+    """The two summands that a key adds to an index."""
+    return (key[0], key[1]) if isinstance(key, Tensor) else (_signed(key), _signed(_mix_int(key)))
+
+
+@torch.library.custom_op("dpzoo::draw", mutates_args=())
+def _draw(groups: str, device: str) -> Tensor:
+    return torch.tensor(_of_key(_key_now(json.loads(groups), device)), device=device)
+
+
+@_draw.register_fake
+def _(groups: str, device: str) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device=device)
+
+
+_draw.register_effect(EffectType.ORDERED)  # never left out, merged with another draw, or put in another order
 
 
 def _mix_int(z: int) -> int:
@@ -66,34 +112,54 @@ def _shift(t: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     if bits == 0:
         return t
-    return (t >> bits) & ((1 << (64 - bits)) - 1)
+    return (t >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shift(z, 31)
+    """As `_mix_int`, in place."""
+    z ^= _shift(z, 30)
+    z *= _signed(0xBF58476D1CE4E5B9)
+    z ^= _shift(z, 27)
+    z *= _signed(0x94D049BB133111EB)
+    z ^= _shift(z, 31)
+    return z
 
 
-def _global_index(spec: ShardTensorSpec, device: torch.device) -> Tensor:
-    """Flat global index of every element of the shard."""
-    index, step = torch.zeros((), dtype=torch.int64, device=device), 1
-    for dim in reversed(range(spec.ndim)):
+def _global_index(spec: ShardTensorSpec, device: torch.device, dims: int) -> Tensor:
+    """Flat global index of the first element of every line along the last dims, `dims` dims being left."""
+    index, step = torch.zeros((), dtype=torch.int64, device=device), math.prod(spec.shape[dims:])
+    for dim in reversed(range(dims)):
         at = torch.arange(spec.local_shape[dim], device=device) + spec.offsets()[dim]
-        index = index + (at * step).view(-1, *([1] * (spec.ndim - 1 - dim)))
+        index = index + (at * step).view(-1, *([1] * (dims - 1 - dim)))
         step *= spec.shape[dim]
-    return index.expand(spec.local_shape)
+    return index.expand(spec.local_shape[:dims])
 
 
-def _bits(spec: ShardTensorSpec, device: torch.device, streams: int = 1) -> list[Tensor]:
-    """Independent 53-bit integers for every element of the shard."""
+def _drawn(
+    spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, numbers: Callable[[Key, Tensor], Tensor]
+) -> Tensor:
+    """`numbers(key, global index)` for every element of the shard, some lines at a time: they stay in the cache."""
     key = next_key(spec)
-    index = _global_index(spec, device)
-    return [_bits_at(key, index * streams + s) for s in range(streams)]
+    most = _PIECE.get(device.type, 2**24)
+    if is_tracing() or math.prod(spec.local_shape) <= most:
+        return numbers(key, _global_index(spec, device, spec.ndim))
+    lines = _global_index(spec, device, spec.ndim - 1).reshape(-1, 1)
+    line = torch.arange(spec.local_shape[-1], device=device) + spec.offsets()[-1]
+    out = torch.empty(len(lines), len(line), dtype=dtype, device=device)
+    for some, piece in zip(*(t.split(max(1, most // len(line))) for t in (lines, out)), strict=True):
+        piece.copy_(numbers(key, some + line))
+    return out.view(spec.local_shape)
 
 
-def _bits_at(key: int, index: Tensor) -> Tensor:
-    return _shift(_mix(_mix(index + _signed(key)) + _signed(_mix_int(key))), 11)
+def _hash_at(key: Key, index: Tensor) -> Tensor:
+    """64 bits for every index."""
+    first, second = _of_key(key)
+    return _mix(_mix(index + first).add_(second))
+
+
+def _bits_at(key: Key, index: Tensor) -> Tensor:
+    """53 bits for every index."""
+    return _shift(_hash_at(key, index), 11)
 
 
 def uniform(spec: ShardTensorSpec, device: torch.device, digits: int = 53) -> Tensor:
@@ -102,23 +168,39 @@ def uniform(spec: ShardTensorSpec, device: torch.device, digits: int = 53) -> Te
     Args:
         digits: binary digits of the numbers; with those of a shorter dtype a cast to it cannot round up to 1.
     """
-    return _shift(_bits(spec, device)[0], 53 - digits).to(torch.float64) * 2.0**-digits
+    return _drawn(
+        spec, device, torch.float64, lambda k, i: _shift(_bits_at(k, i), 53 - digits).to(torch.float64) * 2.0**-digits
+    )
 
 
 def chance(spec: ShardTensorSpec, device: torch.device, p: float) -> Tensor:
     """The shard of a global boolean tensor that is True with probability `p`."""
-    return _bits(spec, device)[0] < int(p * 2**53)
+    return _drawn(spec, device, torch.bool, lambda key, index: chance_at(key, index, p))
 
 
-def chance_at(key: int, index: Tensor, p: float) -> Tensor:
+def chance_at(key: Key, index: Tensor, p: float) -> Tensor:
     """Which elements, given by their global index, are True with probability `p` in the draw of `key`."""
     return _bits_at(key, index) < int(p * 2**53)
 
 
 def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:
-    """The shard of a global tensor of standard normal numbers (Box and Muller 1958), float64."""
-    u, v = (b.to(torch.float64) * 2.0**-53 for b in _bits(spec, device, 2))
-    return (-2.0 * torch.log1p(-u)).sqrt() * torch.cos(2.0 * math.pi * v)
+    """The shard of a global tensor of standard normal numbers (Box and Muller 1958), float64, or float32 for narrower.
+
+    A float32 number needs no more than one hash, a half for its length and a half for its angle.
+    """
+    narrow = spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return _drawn(spec, device, torch.float32 if narrow else torch.float64, _narrow_normal if narrow else _wide_normal)
+
+
+def _wide_normal(key: Key, index: Tensor) -> Tensor:
+    u, v = (_bits_at(key, index * 2 + s).to(torch.float64) for s in range(2))
+    return u.mul_(-(2.0**-53)).log1p_().mul_(-2.0).sqrt_() * v.mul_(2.0 * math.pi * 2.0**-53).cos_()
+
+
+def _narrow_normal(key: Key, index: Tensor) -> Tensor:
+    bits = _hash_at(key, index)
+    u, v = _shift(bits, 32).to(torch.float32), bits.bitwise_and_(2**32 - 1).to(torch.float32)
+    return u.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_() * v.mul_(2.0 * math.pi * 2.0**-32).cos_()
 
 
 def integers(spec: ShardTensorSpec, device: torch.device, low: int, high: int) -> Tensor:
@@ -127,8 +209,17 @@ def integers(spec: ShardTensorSpec, device: torch.device, low: int, high: int) -
 
 
 @contextmanager
-def seeded(key: int, device: torch.device) -> Iterator[None]:
-    """Inside the block torch's own generators start from `key`; afterwards they are as they were."""
+def seeded(key: Key, device: torch.device) -> Iterator[None]:
+    """Inside the block torch's own generators start from `key`; afterwards they are as they were.
+
+    Raises:
+        ShardError: while a graph is made, since a graph cannot set generators.
+    """
+    if isinstance(key, Tensor):
+        raise ShardError(
+            "a random op without a rule cannot be compiled: draw with rand_like, randn_like, bernoulli or dropout, or "
+            "leave it out of the graph with torch.compiler.disable"
+        )
     with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
         torch.manual_seed(key & _MASK)
         yield

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from dpzoo.shard import autocast
 from dpzoo.shard.execute import CompiledPlan, compile_plan
 from dpzoo.shard.plan import Dims
 from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
+from dpzoo.shard.tracing import SYMBOLS, numbers
 
 RULE_OF: dict[str, Callable[..., Any]] = {}  # rule name -> its answer, for handlers that end in a planned rule
 RULES: dict[str, tuple[Any, ...]] = {}  # rule name -> the functions it answers: the index of what is covered
@@ -60,16 +62,23 @@ def rule(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any]],
     return register
 
 
-def handler(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a handler that gets the call as it was written: `handler(func, *args, **kwargs)`."""
+def handler(
+    *funcs: Any, name: str | None = None, adopt: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler that gets the call as it was written: `handler(func, *args, **kwargs)`.
+
+    Args:
+        adopt: DTensors among the arguments arrive as ShardTensors; not where it matters which tensor it is.
+    """
 
     def register(answer: Callable[..., Any]) -> Callable[..., Any]:
         RULES[name or answer.__name__] = funcs
+        respond = autocast.widening(name or answer.__name__, answer)
 
         def call(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            if _has_dtensor(args) or (kwargs and _has_dtensor(kwargs.values())):
-                args, kwargs = adopt_dtensors((args, kwargs))
-            return answer(func, *args, **kwargs)
+            if adopt and (has_strangers(args) or (kwargs and has_strangers(kwargs.values()))):
+                args, kwargs = adopted((args, kwargs))
+            return respond(func, *args, **kwargs)
 
         for func in funcs:
             FUNCTIONS[func] = call
@@ -78,26 +87,28 @@ def handler(*funcs: Any, name: str | None = None) -> Callable[[Callable[..., Any
     return register
 
 
-# ---------------------------------------------------------------------- DTensors among the operands
-def _has_dtensor(values: Iterable[Any]) -> bool:
+# ---------------------------------------------------------------------- DTensors and symbols among the arguments
+def has_strangers(values: Iterable[Any]) -> bool:
+    """Does a call hold what `adopted` turns into something else?"""
     for v in values:
         kind = v.__class__
-        if kind is ShardTensor or kind in _NO_DTENSOR:
+        if kind is ShardTensor or kind in _KNOWN:
             continue
-        if isinstance(v, DTensor) or ((kind is list or kind is tuple) and any(isinstance(t, DTensor) for t in v)):
+        if isinstance(v, _STRANGERS) or (isinstance(v, (list, tuple)) and any(isinstance(t, _STRANGERS) for t in v)):
             return True
     return False
 
 
-_NO_DTENSOR = frozenset((int, float, bool, str, type(None), torch.nn.Parameter, Tensor))
+_KNOWN = frozenset((int, float, bool, str, type(None), torch.nn.Parameter, Tensor))
+_STRANGERS = (DTensor, *SYMBOLS)
 
 
-def adopt_dtensors(call: Any) -> Any:
-    """A call with every DTensor as a ShardTensor (no communication)."""
-    return tree_map_only(DTensor, ShardTensor.from_dtensor, call)
+def adopted(call: Any) -> Any:
+    """A call with every DTensor as a ShardTensor (no communication) and every symbol of a graph as a number."""
+    return tree_map_only(DTensor, ShardTensor.from_dtensor, numbers(call))
 
 
-class _DTensorFoundError(Exception):
+class _StrangerFoundError(Exception):
     pass
 
 
@@ -116,9 +127,11 @@ def run_rule(
         key: Any = (plan_rule, func, _key(args, tensors), _key(tuple(kwargs.items()), tensors) if kwargs else None)
         if (repeats := _repeats(tensors)) is not None:
             key = (key, repeats)
+        if autocast.is_on():
+            key = (key, autocast.state())
         plan = PLANS.get(key)
-    except _DTensorFoundError:
-        return run_rule(plan_rule, signature, func, types, *adopt_dtensors((args, kwargs)))
+    except _StrangerFoundError:
+        return run_rule(plan_rule, signature, func, types, *adopted((args, kwargs)))
     except TypeError:  # an argument that cannot be hashed
         key, plan = None, None
     if plan is None:
@@ -145,13 +158,19 @@ def _key(args: Iterable[Any], tensors: list[Tensor]) -> Any:
             tensors.append(a)
         elif isinstance(a, Tensor):
             if isinstance(a, DTensor):
-                raise _DTensorFoundError
+                raise _StrangerFoundError
             out.append((a.shape, a.dtype, a.__class__ is torch.nn.Parameter))
             tensors.append(a)
         elif a.__class__ is tuple or a.__class__ is list:
             out.append((a.__class__, _key(a, tensors)))
         elif a.__class__ is float:
             out.append((float, a.hex()))
+        elif a.__class__ is int or a.__class__ is bool:
+            out.append((a.__class__, a))
+        elif isinstance(a, list):  # of a graph, whose lists are of a class of their own
+            out.append((list, _key(a, tensors)))
+        elif isinstance(a, SYMBOLS):
+            raise _StrangerFoundError
         else:
             out.append((a.__class__, a))
     return tuple(out)

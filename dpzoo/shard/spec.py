@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dpzoo.shard.errors import LayoutError
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, chunk_sizes, contiguous_stride, starts
+from dpzoo.shard.tracing import numbers
 
 REPLICATED = -1  # the cut of an axis: a tensor dim, REPLICATED, or the reduce op of a partial value ("sum", ...)
 Cut = int | str
@@ -45,7 +46,7 @@ def cut_of(placement: Placement, ndim: int) -> Cut:
         return dim % ndim
     if isinstance(placement, Replicate):
         return REPLICATED
-    if isinstance(placement, Partial):
+    if type(placement) is Partial:
         return placement.reduce_op
     raise LayoutError(f"unknown placement {placement!r}: use Shard(dim), Replicate() or Partial()")
 
@@ -111,7 +112,11 @@ class ShardTensorSpec:
         shape = tuple(shape)
         stride = contiguous_stride(shape) if stride is None else tuple(stride)
         key = (layout, tuple(cuts), tuple(sizes), shape, dtype, stride)
-        found = _POOL.get(key)
+        try:
+            found = _POOL.get(key)
+        except TypeError:  # sizes that a graph leaves open: symbols do not hash, and a plan needs integers
+            cuts, sizes, shape, stride = numbers((key[1], key[2], shape, stride))
+            return ShardTensorSpec.make(layout, cuts, sizes, shape, dtype, stride)
         if found is None:
             _check(layout, key[1], key[2], shape, dtype)
             found = ShardTensorSpec.__new__(ShardTensorSpec)

@@ -22,11 +22,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from dpzoo.shard.checkpointing import Checkpointable
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tables import DISPATCH, FUNCTIONS, NAMED, Registering, resolve, resolve_op
 from dpzoo.shard.tensor_layouts import Layouts
 from dpzoo.shard.tensor_values import Values
-from dpzoo.shard.tracing import is_tracing
+from dpzoo.shard.tracing import is_tracing, make_known
 
 __all__ = ["DISPATCH", "FUNCTIONS", "NAMED", "ShardTensor", "TensorPromotionMode", "wrap"]
 
@@ -44,7 +45,7 @@ class TensorPromotionMode(Enum):
     DISABLED = "disabled"
 
 
-class ShardTensor(Layouts, Values, Registering, torch.Tensor):
+class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
     """A tensor cut over a device mesh in shards of any size; runs in ordinary torch code.
 
     Make one with `scatter_tensor`, `ShardTensor.from_local` or a datapipe, not with the constructor.
@@ -237,6 +238,7 @@ class ShardTensor(Layouts, Values, Registering, torch.Tensor):
         return hashlib.sha256(repr((key, str(self.device), self.requires_grad)).encode()).hexdigest()
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardTensorSpec]:
+        make_known(self)
         return ["_local_tensor"], self._spec
 
     @staticmethod
@@ -281,5 +283,16 @@ def wrap(local: Tensor, spec: ShardTensorSpec, requires_grad: bool = False) -> S
     t._spec = spec
     return t
 
+
+def _plain_tangent(g: Tensor, expected: Any, expected_type: Any = None) -> Tensor | None:
+    """The zeros that autograd makes, as plain ones, for an output that nothing was computed from."""
+    from dpzoo.shard import construct
+
+    return construct.plain_tangent(g, expected) if expected_type is ShardTensor else None
+
+
+# torch asks the gradient, and a plain one has no answer: https://github.com/pytorch/pytorch/issues/172556
+if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = _plain_tangent  # type: ignore[attr-defined]
 
 torch.serialization.add_safe_globals([ShardTensor, _rebuild])

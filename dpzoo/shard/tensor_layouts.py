@@ -91,7 +91,10 @@ class Layouts:
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
-        """The same data as a ShardTensor (no copy, no communication); differentiable."""
+        """The same data as a ShardTensor; differentiable.
+
+        No copy and no communication, unless it is a norm or another result whose parts only DTensor can add up.
+        """
         from dpzoo.shard import construct
 
         return construct.from_dtensor(dtensor)

@@ -76,9 +76,15 @@ def _step(
 
 
 def _reduce_step(op: str, new: Cut, new_sizes: tuple[int, ...], group: str) -> Step:
-    if isinstance(new, int) and new >= 0:
-        return lambda t: comm.reduce_scatter_v(t, new, new_sizes, group, op)
-    return lambda t: comm.all_reduce(t, group, op)
+    """Half precision is added in float32 and rounded once, so that the error does not grow with the ranks."""
+
+    def step(t: Tensor) -> Tensor:
+        wide = t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+        if isinstance(new, int) and new >= 0:
+            return comm.reduce_scatter_v(wide, new, new_sizes, group, op).to(t.dtype)
+        return comm.all_reduce(wide, group, op).to(t.dtype)
+
+    return step
 
 
 def _split_step(op: str, me: int) -> Step | None:

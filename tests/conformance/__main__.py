@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.conformance.cases import LAYOUTS
-from tests.conformance.catalog import Entry, entries
+from tests.conformance.catalog import AUTOCAST, Entry, entries
 from tests.conformance.judge import FAILURES, Outcome
 from tests.conformance.pool import Pool
 from tests.conformance.records import Records, kinds_text
@@ -27,6 +27,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--target", default="dpzoo", choices=("dpzoo", "dtensor"), help="the library under test")
+    parser.add_argument("--autocast", choices=tuple(AUTOCAST), help="float32 inputs under torch.autocast")
+    parser.add_argument("--narrow", action="store_true", help="with --autocast: the first tensor has that type already")
     parser.add_argument("--op", action="append", default=[], help="regular expression on the whole name; repeatable")
     parser.add_argument("--variant", action="append", default=[], help="op, inplace, train, eval, ...; repeatable")
     parser.add_argument("--family", action="append", default=[], help="a family of the table; repeatable")
@@ -51,10 +53,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run, record, summarise.  Exit status 1 when a case of this selection failed."""
     options = parse(arguments)
-    chosen = choose(entries(), options)
+    chosen = choose(entries(AUTOCAST.get(options.autocast), options.narrow), options)
     if not chosen:
         sys.exit("no entry of the database matches --op, --variant and --family")
-    records = Records(options.build, options.target)
+    modes = [options.autocast or "", "narrow" if options.narrow else ""]
+    records = Records(options.build, "-".join([options.target, *filter(None, modes)]))
     if not options.report:
         run(chosen, options, records)
     names = {(entry.name, entry.variant) for entry in chosen}
@@ -120,7 +123,8 @@ def run(chosen: list[Entry], options: argparse.Namespace, records: Records) -> N
 
 
 def _whole(options: argparse.Namespace) -> bool:
-    return options.target == "dpzoo" and not (options.op or options.variant or options.family or options.sample > 1)
+    some = options.op or options.variant or options.family or options.sample > 1 or options.autocast
+    return options.target == "dpzoo" and not some
 
 
 if __name__ == "__main__":

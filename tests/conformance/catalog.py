@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from tests.conformance.families import ORDER, family_of
 
 SEED = 20240229
 _PREFERRED = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # The database seeds the generator inside a random operator's call, which would hide that its results are random.
 database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
@@ -45,12 +46,16 @@ class Entry:
     """One row of the table: an operator (``OpInfo``), its in-place form, its bad inputs, or a module (``ModuleInfo``).
 
     ``variant`` is "op" or torch's name of the variant, "inplace", "errors", or "train" and "eval" for a module.
+    ``autocast`` is the type of ``torch.autocast`` that calls are made under, if any; float32 is then what is cast.
+    With ``narrow`` the first tensor of a call has that type already, as what follows a linear layer gets it.
     """
 
     name: str
     variant: str
     family: str
     info: Any = field(repr=False, compare=False)
+    autocast: torch.dtype | None = None
+    narrow: bool = False
 
     @property
     def key(self) -> str:
@@ -61,10 +66,14 @@ class Entry:
     def dtype(self) -> torch.dtype:
         """The widest real type that the entry supports on CPU, else the first of a stated order."""
         dtypes = self.info.supported_dtypes("cpu") if self.variant not in ("train", "eval") else self.info.dtypes
-        for dtype in _PREFERRED:
+        for dtype in _PREFERRED if self.autocast is None else (torch.float32, *_PREFERRED):
             if dtype in dtypes:
                 return dtype
         return sorted(dtypes, key=str)[0]
+
+    def casting(self) -> torch.autocast:
+        """What a call is made under."""
+        return torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
     @cached_property
     def differentiable(self) -> bool:
@@ -80,7 +89,14 @@ class Entry:
         seed_everything()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return list(islice(self._generate(), _POOL))
+            return [self._narrowed(sample) for sample in islice(self._generate(), _POOL)]
+
+    def _narrowed(self, sample: Sample) -> Sample:
+        first = sample.args[0] if sample.args else None
+        if not self.narrow or not isinstance(first, torch.Tensor) or first.dtype is not torch.float32:
+            return sample
+        low = first.detach().to(self.autocast).requires_grad_(first.requires_grad)
+        return replace(sample, args=(low, *sample.args[1:]))
 
     def _generate(self) -> Iterator[Sample]:
         if self.variant in ("train", "eval"):
@@ -121,8 +137,8 @@ def _inplace_exists(info: Any) -> bool:
     return info.inplace_variant is not None and info.inplace_variant is not info.op
 
 
-def entries() -> list[Entry]:
-    """Every entry of the database, by family and then by name."""
+def entries(autocast: torch.dtype | None = None, narrow: bool = False) -> list[Entry]:
+    """Every entry of the database, by family and then by name; under autocast without those of bad inputs."""
     found = []
     for info in database.op_db:
         if info.error_inputs_func is not None and not info.variant_test_name:
@@ -134,4 +150,6 @@ def entries() -> list[Entry]:
     for info in module_db:
         modes = ("train", "eval") if info.train_and_eval_differ else ("train",)
         found += [Entry(info.name, mode, family_of(info.name), info) for mode in modes]
+    if autocast is not None:
+        found = [replace(entry, autocast=autocast, narrow=narrow) for entry in found if entry.variant != "errors"]
     return sorted(found, key=lambda entry: (ORDER.index(entry.family), entry.name, entry.variant))

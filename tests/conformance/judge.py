@@ -77,10 +77,11 @@ def _reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     return reductions[op]().to(tensors[0].dtype)
 
 
-def difference(pieces: list[Any], truth: Any, how: str) -> str:
+def difference(pieces: list[Any], truth: Any, how: str, slack: float | None = None) -> str:
     """What differs between the ranks' results and the truth, or "".
 
     ``how``: "value", "finite" (random results: shape, dtype, no new infinities, equal replicas) or "shape".
+    ``slack``: the largest error allowed in a floating value; by default tolerances of the dtype.
     """
     if not isinstance(truth, torch.Tensor):
         return _number_difference(pieces, truth, how)
@@ -97,7 +98,7 @@ def difference(pieces: list[Any], truth: Any, how: str) -> str:
             return f"dtype {pieces[0].dtype}, truth {truth.dtype} ({layout})"
         if view.layout != truth.layout:
             return f"memory layout {view.layout}, truth {truth.layout}"
-        if how == "value" and (text := _value_difference(view, truth)):
+        if how == "value" and (text := _value_difference(view, truth, slack)):
             return f"{text} ({layout})"
         if how == "finite" and view.is_floating_point() and view.isnan().any() and not truth.isnan().any():
             return f"NaN in a random result ({layout})"
@@ -106,13 +107,13 @@ def difference(pieces: list[Any], truth: Any, how: str) -> str:
     return ""
 
 
-def _value_difference(view: torch.Tensor, truth: torch.Tensor) -> str:
+def _value_difference(view: torch.Tensor, truth: torch.Tensor, slack: float | None) -> str:
     if truth.layout != torch.strided:
         view, truth = view.to_dense(), truth.to_dense()
     if truth.is_quantized:
         view, truth = view.dequantize(), truth.dequantize()
     truth = readable(truth)
-    rtol, atol = _TOLERANCE.get(truth.dtype, (0.0, 0.0))
+    rtol, atol = _TOLERANCE.get(truth.dtype, (0.0, 0.0)) if slack is None else (0.0, slack)
     if torch.allclose(view, truth, rtol=rtol, atol=atol, equal_nan=True):
         return ""
     if truth.dtype == torch.bool or not (truth.is_floating_point() or truth.is_complex()):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.conformance.catalog import SEED, Entry, Sample, seed_everything
 from tests.conformance.targets import readable
@@ -58,10 +58,11 @@ def make_run(entry: Entry, sample: Sample, leaves: list[Any], module: torch.nn.M
     args, kwargs = tree_unflatten(leaves, spec)
     seed_everything(seed)
     call: Callable[..., Any] = module if module is not None else sample.call
-    if entry.variant == "inplace":
-        result = call(args[0].clone(), *args[1:], **kwargs)
-    else:
-        result = call(*args, **kwargs)
+    with entry.casting():
+        if entry.variant == "inplace":
+            result = call(args[0].clone(), *args[1:], **kwargs)
+        else:
+            result = call(*args, **kwargs)
     outputs, out_spec = tree_flatten(result)
     roots = outputs
     if sample.process is not None and entry.differentiable:
@@ -81,7 +82,11 @@ def convert(sample: Sample, tensor: Callable[[torch.Tensor], torch.Tensor]) -> l
 
 @dataclass
 class Truth:
-    """What one process computes.  ``how`` says what of it can be compared; ``error`` is set where torch raises."""
+    """What one process computes.  ``how`` says what of it can be compared; ``error`` is set where torch raises.
+
+    ``slack``: of a call under autocast, the error that is allowed in each value of ``expected()`` and then in each
+    gradient: a few times what the casts themselves change.
+    """
 
     run: Run | None = None
     outputs: list[Any] = field(default_factory=list)
@@ -91,10 +96,55 @@ class Truth:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     how: str = "value"
     error: BaseException | None = None
+    slack: list[float] = field(default_factory=list)
+
+    def expected(self) -> list[Any]:
+        """Outputs, changed inputs and the module's buffers: what the ranks must hold after the forward."""
+        assert self.run is not None
+        return [*self.outputs, *(self.run.leaves[i].detach() for i in self.mutated), *self.run.state()]
 
 
 def compute_truth(entry: Entry, sample: Sample) -> Truth:
     """Forward and backward on plain tensors.  A second run with another seed tells random results apart."""
+    truth = _one_process(entry, sample)
+    if entry.autocast is not None and truth.error is None:
+        plain = _one_process(replace(entry, autocast=None), _widened(sample), truth.cotangents)
+        pairs = zip(_all_values(truth), _all_values(plain), strict=True)
+        truth.slack = [_slack(cast, exact, entry.autocast) for cast, exact in pairs]
+    return truth
+
+
+def _widened(sample: Sample) -> Sample:
+    """The sample with its low-precision tensors in float32: what autocast computes roughly, exactly."""
+    low = (torch.float16, torch.bfloat16)
+
+    def wide(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype not in low:
+            return leaf
+        return leaf.detach().float().requires_grad_(leaf.requires_grad)
+
+    return replace(sample, args=tree_map(wide, sample.args), kwargs=tree_map(wide, sample.kwargs))
+
+
+def _all_values(truth: Truth) -> list[Any]:
+    return [*truth.expected(), *truth.gradients]
+
+
+def _slack(cast: Any, plain: Any, low: torch.dtype) -> float:
+    """The rounding of float32 where autocast changes nothing; else a few times its change or its rounding."""
+    if not isinstance(cast, torch.Tensor) or cast.layout != torch.strided or not cast.numel():
+        return 0.0
+    if not (cast.is_floating_point() or cast.is_complex()):
+        return 0.0
+    wide = torch.complex128 if cast.is_complex() else torch.float64
+    size = float(plain.to(wide).abs().nan_to_num(0, 0, 0).max())
+    change = float((cast.to(wide) - plain.to(wide)).abs().nan_to_num(0, 0, 0).max())
+    if change <= 2e-6 * size:
+        return 4e-6 * size + 1e-6
+    return max(3 * change, 4 * torch.finfo(low).eps * size)
+
+
+def _one_process(entry: Entry, sample: Sample, cotangents: Sequence[torch.Tensor] = ()) -> Truth:
     truth = Truth()
     try:
         leaves = convert(sample, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
@@ -105,16 +155,17 @@ def compute_truth(entry: Entry, sample: Sample) -> Truth:
         truth.mutated = [i for i, (old, new) in enumerate(zip(originals, leaves, strict=True)) if _changed(old, new)]
         truth.how = "shape" if entry.name in UNINITIALISED else _how(entry, sample, truth.outputs)
         if entry.differentiable:
-            _add_gradients(truth, run)
+            _add_gradients(truth, run, cotangents)
     except Exception as error:
         truth.error = error
     return truth
 
 
-def _add_gradients(truth: Truth, run: Run) -> None:
+def _add_gradients(truth: Truth, run: Run, cotangents: Sequence[torch.Tensor]) -> None:
     generator = torch.Generator().manual_seed(SEED)
     truth.which = [i for i, root in enumerate(run.roots) if isinstance(root, torch.Tensor) and root.requires_grad]
-    for i in truth.which:
+    truth.cotangents = [g.to(run.roots[i].dtype) for i, g in zip(truth.which, cotangents, strict=False)]
+    for i in truth.which[len(cotangents) :]:
         root = run.roots[i]
         truth.cotangents.append(torch.randn(root.shape, dtype=root.dtype, generator=generator))
     if truth.which:

@@ -200,10 +200,10 @@ def _judge_forward(everyone: Sequence[Held], truth: Truth) -> Verdict | None:
     for rank, held in enumerate(everyone):
         if held.spec != spec:
             return Outcome.WRONG, f"rank {rank} returned {held.spec:.80}, truth {spec:.80}"
-    expected = [*truth.outputs, *(truth.run.leaves[i].detach() for i in truth.mutated), *truth.run.state()]
-    for i, value in enumerate(expected):
+    for i, value in enumerate(truth.expected()):
         how = truth.how if i < count else "value" if truth.how == "value" else "shape"
-        text = difference([held.values[i] for held in everyone], value, how)
+        slack = truth.slack[i] if truth.slack else None
+        text = difference([held.values[i] for held in everyone], value, how, slack)
         if text:
             name = f"output {i}" if i < count else f"changed input {i - count}"
             return Outcome.WRONG, f"{name}: {text}"
@@ -222,7 +222,8 @@ def _judge_backward(everyone: Sequence[Held], truth: Truth) -> Verdict | None:
             return Outcome.WRONG_GRAD, f"gradient {i} is None"
         if gradient is None:
             gradient = torch.zeros(found[0].shape, dtype=found[0].dtype)
-        text = difference(found, gradient, truth.how if truth.how == "value" else "shape")
+        slack = truth.slack[i - len(truth.gradients)] if truth.slack else None
+        text = difference(found, gradient, truth.how if truth.how == "value" else "shape", slack)
         if text:
             return Outcome.WRONG_GRAD, f"gradient {i}: {text}"
     return None

@@ -10,6 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.exchange import exchange, exchange_back
 from dpzoo.shard.mesh import MeshLayout
+from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import column_mesh, distributed, domain_mesh, grid_mesh, row_mesh
 
 MESHES = {"all": domain_mesh, "rows": row_mesh, "columns": column_mesh}
@@ -47,6 +48,26 @@ def test_gather_and_reduce_scatter(mesh):
             assert torch.equal(found, piece(full, dim, sizes, me) * sum(range(1, ranks + 1)))
             found = comm.reduce_scatter_v(full * (me + 1), dim, sizes, group, "max")
             assert torch.equal(found, piece(full, dim, sizes, me) * ranks)
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+@distributed(ranks=4)
+def test_equal_blocks_travel_as_they_lie(mesh):
+    group, me, ranks = setting(mesh)
+    sizes = (3,) * ranks
+    for dtype in (torch.float32, torch.float64):
+        rows = whole(1, 3 * ranks, 2, dtype=dtype)
+        complex_rows = torch.complex(rows, rows + 1)
+        for full in (rows, rows.mT.contiguous().mT, complex_rows.conj().imag, rows.clone().requires_grad_()):
+            mine = piece(full, 1, sizes, me)
+            with count_traffic() as sent:
+                found = comm.all_gather_v(mine, 1, sizes, group)
+            assert torch.equal(found, full) and not found.requires_grad
+            assert (sent.calls, sent.nbytes) == (1, mine.nbytes)
+            with count_traffic() as sent:
+                found = comm.reduce_scatter_v(full * (me + 1), 1, sizes, group)
+            assert torch.equal(found, mine * sum(range(1, ranks + 1))) and not found.requires_grad
+            assert (sent.calls, sent.nbytes) == (1, mine.nbytes * (ranks - 1))
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))

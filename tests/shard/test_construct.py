@@ -333,6 +333,22 @@ def test_partial_dtensor():
     assert torch.equal(x.detach().to_dtensor().full_tensor(), torch.full((3,), 3.0))
 
 
+@distributed(ranks=2)
+def test_the_gradient_of_a_dtensor_shares_no_memory():
+    """A sum hands one gradient to both operands; whoever changes the one in place must not change the other."""
+    mesh = domain_mesh()
+    d = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).requires_grad_(True)
+    x = scatter_tensor(torch.ones(4, 3), 0, mesh, [Shard(0)], requires_grad=True)
+
+    def change(d):
+        d.grad.to_local().mul_(7)
+
+    d.register_post_accumulate_grad_hook(change)
+    ((x * 2 + d) ** 2).sum().backward()
+    assert torch.equal(d.grad.full_tensor(), torch.full((4, 3), 42.0))
+    assert torch.equal(x.grad.full_tensor(), torch.full((4, 3), 12.0))
+
+
 @distributed(ranks=4)
 def test_dtensors_on_two_axes():
     mesh, full = grid_mesh(), whole(4, 6)

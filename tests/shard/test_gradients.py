@@ -1,11 +1,13 @@
 """Gradients of plain tensors: complete on every rank when backward() returns, whatever reads them and whenever."""
 
 import copy
+import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -64,10 +66,10 @@ def plain_loss(model, x):
 
 
 # ---------------------------------------------------------------------- once, twice, in parts
-@pytest.mark.parametrize("mode", ["bucket", "eager"])
+@pytest.mark.parametrize("mode", ["bucket", "eager", "flat"])
 @distributed(ranks=[1, 2, 3])
 def test_complete_when_backward_returns(mode):
-    with grad_sync(mode):
+    with grad_sync(mode):  # flat: no wrapper has promised anything
         both(plain_loss)
 
 
@@ -82,7 +84,7 @@ def test_small_buckets_are_the_same():
 
 @distributed(ranks=2)
 def test_modes():
-    with pytest.raises(ValueError, match="'bucket' or 'eager', got 'late'"), grad_sync("late"):
+    with pytest.raises(ValueError, match="'bucket', 'eager' or 'flat', got 'late'"), grad_sync("late"):
         pass
 
 
@@ -334,6 +336,16 @@ def test_finished_passes_hold_nothing():
     for _ in range(3):
         plain_loss(model, x)
     assert not gradients._tasks
+
+
+@distributed(ranks=2)
+def test_an_fsdp_model_that_only_one_rank_still_holds_in_memory_changes_nothing():
+    """When garbage is collected differs between ranks; what they send to each other must not."""
+    held = fully_shard(nn.Linear(4, 4), mesh=domain_mesh())
+    if dist.get_rank() == 1:
+        del held
+        gc.collect()
+    both(plain_loss)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from dpzoo.shard import LayoutError, ShardError, sync_module_over_mesh
+from dpzoo.shard import LayoutError, ShardError, sync_module_over_mesh, synchronize
 from dpzoo.testing import column_mesh, distributed, domain_mesh, expect_error, grid_mesh, row_mesh
 
 MESHES = {"all": domain_mesh, "rows": row_mesh, "columns": column_mesh, "grid": grid_mesh}
@@ -75,3 +76,19 @@ def test_other_modules_and_sources_are_refused_everywhere():
     words = r"rank 1 has another module than rank 0 .*\('weight', \(3, 3\), torch.float32\)"
     expect_error(lambda: sync_module_over_mesh(net, mesh), LayoutError, words)
     expect_error(lambda: sync_module_over_mesh(model(0), mesh, 2), LayoutError, "src_mesh_rank=2 is no position")
+    net = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    expect_error(lambda: sync_module_over_mesh(net, mesh), LayoutError, r"sharded over ranks: \['weight', 'bias'\]")
+
+
+@distributed(ranks=2)
+def test_large_modules_travel_in_pieces():
+    torch.manual_seed(dist.get_rank())
+    net = nn.ModuleList([nn.Linear(3, 5), nn.Linear(7, 2).double(), nn.Linear(5, 3), nn.Linear(1, 1)])
+    torch.manual_seed(0)
+    wanted = nn.ModuleList([nn.Linear(3, 5), nn.Linear(7, 2).double(), nn.Linear(5, 3), nn.Linear(1, 1)])
+    before, synchronize.PIECE_BYTES = synchronize.PIECE_BYTES, 70
+    try:
+        sync_module_over_mesh(net, domain_mesh())
+    finally:
+        synchronize.PIECE_BYTES = before
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), wanted.parameters(), strict=True))

@@ -26,7 +26,7 @@ class Dropout:
         queries, keys: global lengths.
     """
 
-    key: int
+    key: random.Key
     p: float
     lead: Tensor
     queries: int

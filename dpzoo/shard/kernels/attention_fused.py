@@ -16,7 +16,7 @@ from torch import Tensor
 from dpzoo.shard.tracing import is_tracing
 
 aten = torch.ops.aten
-_CPU_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_FORWARD = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
 _CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.kernels.attention_method import KEEP_BYTES, Gradients, packed, parted
+from dpzoo.shard.kernels.attention_method import KEEP_BYTES, Gradients, as_dtype, packed, parted
 from dpzoo.shard.kernels.attention_parts import Rules, attend, attend_backward
 from dpzoo.shard.kernels.zigzag import Sequence
 from dpzoo.shard.partition import Sizes
@@ -53,7 +53,7 @@ class GatherAttention:
         dq, dk, dv, dmask = attend_backward(
             g, q, keys, values, out, lse, rows, self.columns, rules, mask, mask_grad
         )  # fmt: skip
-        share = packed(dk.transpose(1, 2), dv.transpose(1, 2)).to(k.dtype)
+        share = as_dtype(packed(dk.transpose(1, 2), dv.transpose(1, 2)), k.dtype)
         own = comm.reduce_scatter_v(share, 1, self.kv_sizes, self.group)
         dk, dv = parted(own.transpose(1, 2), k.shape[-1])
-        return self.queries.leave(dq.to(q.dtype)), dk, dv, dmask
+        return self.queries.leave(as_dtype(dq, q.dtype)), dk, dv, dmask

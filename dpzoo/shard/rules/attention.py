@@ -26,6 +26,7 @@ from dpzoo.shard.rules.attention_layout import Call, labels_of
 from dpzoo.shard.rules.attention_local import plan_local
 from dpzoo.shard.rules.attention_plan import SequencePlan, plan_sequence, written_out_arguments
 from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
+from dpzoo.shard.tracing import is_tracing, numbers
 
 __all__ = ["attention_choices", "attention_mode"]
 
@@ -44,6 +45,8 @@ def attention_choices() -> list[tuple[str, Choice]]:
 
 def sdpa(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`F.scaled_dot_product_attention` with any operands sharded."""
+    if is_tracing():
+        args, kwargs = numbers((args, kwargs))
     return _sdpa(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from dpzoo.shard.execute import same_mesh
 from dpzoo.shard.fallback import replicate
 from dpzoo.shard.kernels.attention_block import wide
 from dpzoo.shard.kernels.attention_dropout import Dropout
-from dpzoo.shard.kernels.attention_method import Method
+from dpzoo.shard.kernels.attention_method import Method, as_dtype
 from dpzoo.shard.kernels.attention_parts import Rules
 from dpzoo.shard.kernels.gather_attention import GatherAttention
 from dpzoo.shard.kernels.ring_attention import RingAttention
@@ -43,10 +43,11 @@ from dpzoo.shard.rules.attention_layout import (
     without_axis,
     work_of,
 )
-from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
+from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.tracing import is_tracing
 
+_OUT = -1  # the place of the result, among those of the operands
 Operands = tuple[Any, Any, Any, Any]  # query, key, value, mask or None
 
 
@@ -113,6 +114,7 @@ class SequencePlan:
         self.out_cuts, self.out_sizes = with_axis(layout_of(out_labels, choices), axis, out_labels, "n", q_sizes)
         self.method = self._make_method(q_sizes, kv_sizes)
         self._lead: Tensor | None = None
+        self._found_specs: dict[Any, ShardTensorSpec] = {}  # of results and gradients, by their strides and dtype
         self._placed_already = all(
             isinstance(t, ShardTensor) and (t._spec.cuts, t._spec.sizes) == (s.cuts, s.sizes)
             for t, s in zip(tensors, self.specs, strict=True)
@@ -148,9 +150,7 @@ class SequencePlan:
             if mask is not None:
                 mask = self._placed(mask, self.specs[3], like)
         dropout = (random.next_key(q._spec), self.call.dropout) if self.call.dropout > 0.0 else None
-        if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or (mask is not None and mask.requires_grad)
-        ):
+        if torch.is_grad_enabled():
             return _Attend.apply(q, k, v, mask, self, dropout)
         mask_shard = None if mask is None else mask._local_tensor
         out, _ = self.forward(q._local_tensor, k._local_tensor, v._local_tensor, mask_shard, self.rules(dropout, q))
@@ -163,16 +163,31 @@ class SequencePlan:
 
     def out_spec(self, out: Tensor) -> ShardTensorSpec:
         """Layout of the result, given its shard."""
-        return spec_in(out, self.layout, self.out_cuts, self.out_sizes)
+        return self._spec_of(_OUT, out, self.out_cuts, self.out_sizes)
 
-    def rules(self, dropout: tuple[int, float] | None, like: ShardTensor) -> Rules:
+    def grad_spec(self, i: int, d: Tensor) -> ShardTensorSpec:
+        """Layout of the gradient of operand `i`, given its shard."""
+        return self._spec_of(i, d, self.specs[i].cuts, self.specs[i].sizes)
+
+    def _spec_of(self, place: int, local: Tensor, cuts: Sequence[Cut], sizes: Sequence[Sizes]) -> ShardTensorSpec:
+        key = (place, local.stride(), local.dtype)
+        found = self._found_specs.get(key)
+        if found is None:
+            if len(self._found_specs) > 64:
+                self._found_specs.clear()
+            found = self._found_specs[key] = spec_in(local, self.layout, tuple(cuts), tuple(sizes))
+        return found
+
+    def rules(self, dropout: tuple[random.Key, float] | None, like: ShardTensor) -> Rules:
         """What holds for all scores of this rank."""
         if dropout is None:
             return self._plain_rules
-        if self._lead is None or is_tracing():
-            self._lead = self._lead_index(like.device)
+        lead = self._lead
+        if lead is None or is_tracing():
+            lead = self._lead_index(like.device)
+            self._lead = None if is_tracing() else lead  # a tensor of a graph is of no use outside it
         key, p = dropout
-        return Rules(self.call.scale, self.call.causal, Dropout(key, p, self._lead, self.queries, self.keys))
+        return Rules(self.call.scale, self.call.causal, Dropout(key, p, lead, self.queries, self.keys))
 
     def _lead_index(self, device: torch.device) -> Tensor:
         spec = self.specs[0]
@@ -256,8 +271,8 @@ class _Attend(torch.autograd.Function):
                 continue
             for group in plan.sum_groups[i]:
                 d = comm.all_reduce(wide(d), group)
-            d = d.to(t.dtype)
-            grads[i] = wrap(d, spec_in(d, plan.layout, t._spec.cuts, t._spec.sizes))
+            d = as_dtype(d, t.dtype)
+            grads[i] = wrap(d, plan.grad_spec(i, d))
         return tuple(grads)
 
 

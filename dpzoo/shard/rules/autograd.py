@@ -59,7 +59,7 @@ def _root_gradients(outputs: Sequence[Any], given: Any) -> list[Tensor | None]:
     return found
 
 
-@handler(torch.autograd.backward, name="autograd.backward")
+@handler(torch.autograd.backward, name="autograd.backward", adopt=False)
 def backward(
     func: Any,
     tensors: Any,
@@ -79,7 +79,7 @@ def backward(
     torch.autograd.backward([_edge(t) for t in roots], grads, retain_graph, create_graph, inputs=edges)
 
 
-@handler(torch.Tensor.backward, name="Tensor.backward")
+@handler(torch.Tensor.backward, name="Tensor.backward", adopt=False)
 def tensor_backward(
     func: Any,
     self: Tensor,
@@ -92,7 +92,7 @@ def tensor_backward(
     backward(func, self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-@handler(torch.autograd.grad, name="autograd.grad")
+@handler(torch.autograd.grad, name="autograd.grad", adopt=False)
 def grad(
     func: Any,
     outputs: Any,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpzoo.shard.autocast import autocasts, is_on, switched_off
 from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.function_door import broadcast_labels
 from dpzoo.shard.plan import Dims, Labels, probe
@@ -82,7 +83,8 @@ def _added(name: str, product: Any) -> None:
 
     @handler(*spellings(f"{name}_"), name=f"{name}_")
     def answer_in_place(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        return input.copy_(answer(func, input, a, b, beta=beta, alpha=alpha))
+        with switched_off(input.device.type):  # autocast leaves in-place products alone
+            return input.copy_(answer(func, input, a, b, beta=beta, alpha=alpha))
 
 
 _added("addmm", torch.mm)
@@ -179,7 +181,16 @@ def tensordot(func: Any, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -
     for i, j in zip(left, right, strict=True):
         y[j] = x[i]
     kept = [c for d, c in enumerate(x) if d not in left] + [c for d, c in enumerate(y) if d not in right]
-    return torch.einsum(f"{''.join(x)},{''.join(y)}->{''.join(kept)}", a, b)
+    equation = f"{''.join(x)},{''.join(y)}->{''.join(kept)}"
+    if is_on() and _is_one_number(a, left) and _is_one_number(b, right):  # a dot product, which autocast leaves alone
+        with switched_off(a.device.type):
+            return torch.einsum(equation, a, b)
+    return torch.einsum(equation, a, b)
+
+
+def _is_one_number(t: Tensor, contracted: list[int]) -> bool:
+    """Nothing is left of the tensor but dims of size 1."""
+    return all(n == 1 for d, n in enumerate(t.shape) if d not in contracted)
 
 
 # ---------------------------------------------------------------------- products of vectors
@@ -187,6 +198,8 @@ def tensordot(func: Any, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -
 def vecdot(func: Any, x: Tensor, y: Tensor, *, dim: int = -1, out: Any = None) -> Any:
     """Sum of `conj(x) * y` over a dim."""
     product = (x.conj() * y).sum(dim)
+    if is_on() and product.dtype is torch.float32 and autocasts(product.device.type):  # torch takes a matmul for it
+        product = product.to(torch.get_autocast_dtype(product.device.type))
     return product if out is None else out.copy_(product)
 
 
@@ -220,5 +233,6 @@ def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> D
 @handler(F.bilinear, name="bilinear")
 def bilinear(func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """`input1^T W_o input2` for every output o."""
-    out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    with switched_off(weight.device.type):  # not one of the products that autocast knows
+        out = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return out if bias is None else out + bias

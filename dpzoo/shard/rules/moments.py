@@ -52,6 +52,9 @@ class _Moments(Maths):
 
     def values(self, r: Reduction, local: Tensor) -> tuple[Tensor, ...]:
         """Deviation over the corrected count; NaN or inf, as in torch, where that is not positive."""
+        if not r.axes and r.count > self.correction:  # nothing to merge
+            op = torch.std_mean if self.root else torch.var_mean
+            return op(local, r.dims, correction=self.correction, keepdim=r.keepdim)
         deviation, mean = merged_moments(r, local)
         var = deviation / self._freedom(r)
         out = var.sqrt() if self.root else var

@@ -76,6 +76,8 @@ def neighborhood_attention(
         first_q, first_k = [0] * len(axes), [0] * len(axes)
         for halo in halos:
             first_q[halo.dim - 1], first_k[halo.dim - 1] = halo.q_start, halo.k_start
+        if halos:  # the queries are mostly a view of one projection with keys and values, which would be kept with them
+            q = q.contiguous()
         k, v = _lend(k, v, halos)
         options = (list(kernel), list(stride), list(dilation), list(causal), scale)
         return _OP(q, k, v, bias, *options, first_q, first_k, list(domain))

@@ -106,7 +106,7 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         groups: tuple[str, ...],
     ) -> ShardTensor:
-        out, mean, rstd = torch.ops.aten.native_layer_norm.default(x._local_tensor, shape, w, b, eps)
+        out, mean, rstd = torch.native_layer_norm(x._local_tensor, shape, w, b, eps)
         ctx.save_for_backward(x, w, b, mean, rstd)
         ctx.shape, ctx.eps, ctx.groups, ctx.defer = shape, eps, groups, gradients.may_defer()
         ctx.out = x._spec.for_local(out)

@@ -65,7 +65,8 @@ def _pad_dim(x: ShardTensor, dim: int, before: int, after: int, mode: str, value
     wanted = [[overlap(o, body) or (0, 0)] for o in own_intervals(sizes)]
     if mode != "constant":
         head, tail = _SOURCES[mode](x.shape[dim], body, before, after)
-        wanted[0], wanted[last] = [head, *wanted[0]], [*wanted[last], tail]
+        wanted[0] = [head, *wanted[0]]
+        wanted[last] = [*wanted[last], tail]  # after the head: on one rank both are in the same list
     kept = tuple(tuple(w for w in row if w[0] < w[1]) for row in wanted)
     grown = (before if me == 0 else 0, after if me == last else 0)
     constant = grown if mode == "constant" else (0, 0)

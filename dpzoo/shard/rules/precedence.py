@@ -6,10 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from dpzoo.shard.function_door import classify
-from dpzoo.shard.registry import RULES, adopt_dtensors
+from dpzoo.shard.registry import RULES, adopted, has_strangers
 from dpzoo.shard.rules.remote_layout import DeclinedError
 from dpzoo.shard.tensor import FUNCTIONS
 
@@ -38,8 +36,8 @@ def _either(
     def call(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if when is not None and not when(*args):
             return earlier(func, types, args, kwargs)
-        if any(isinstance(a, DTensor) for a in (*args, *kwargs.values())):
-            args, kwargs = adopt_dtensors((args, kwargs))
+        if has_strangers(args) or has_strangers(kwargs.values()):
+            args, kwargs = adopted((args, kwargs))
         try:
             bound = signature.bind(*args, **{_NAMES.get(k, k): v for k, v in kwargs.items()})
         except TypeError:

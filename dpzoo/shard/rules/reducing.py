@@ -258,9 +258,9 @@ def _plan(planner: Any, key: Any, func: Any, spec: ShardTensorSpec, args: Any, k
 
 def ask_torch(func: Any, spec: ShardTensorSpec, args: Any, kwargs: dict[str, Any]) -> None:
     """Run `func` on a small tensor with as many dims, empty where the global one is: raises what torch raises."""
-    small = torch.zeros([min(n, 1) for n in spec.shape], dtype=spec.dtype, device=spec.layout.device_type)
     with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        small = torch.zeros([min(n, 1) for n in spec.shape], dtype=spec.dtype, device=spec.layout.device_type)
         func(small, *args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from dpzoo.shard.rules.parts import normal_dim, normal_dims, whole_values
 from dpzoo.shard.rules.view_plan import without_cut
 from dpzoo.shard.rules.view_reshape import reshape_source, resolve_size
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
-from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tensor import FUNCTIONS, ShardTensor
 
 _SOURCES: dict[tuple[ShardTensorSpec, tuple[int, ...]], tuple[ShardTensorSpec, int]] = {}
 
@@ -50,6 +50,29 @@ def _gathered_bytes(spec: ShardTensorSpec, source: ShardTensorSpec) -> int:
     return spec.shape.numel() * spec.dtype.itemsize if lost else 0
 
 
+_UNMOVED: set[Any] = set()  # layouts and sizes, as they are given, of calls for which no border has to move
+
+
+def _reshape_unmoved(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """view and reshape of a kind met before, for which torch may view the shards at once; else `reshape`."""
+    if not kwargs and args[0].__class__ is ShardTensor:
+        key = (args[0]._spec, args[1:])
+        try:
+            if key in _UNMOVED:
+                return native(func, types, args, kwargs)
+        except TypeError:  # a list of sizes, or a symbol of a graph
+            return _RESHAPE(func, types, args, kwargs)
+        if all(size.__class__ is int for size in args[1:]) and _stays(args[0]._spec, args[1:]):
+            if len(_UNMOVED) > 16384:
+                _UNMOVED.clear()
+            _UNMOVED.add(key)
+    return _RESHAPE(func, types, args, kwargs)
+
+
+def _stays(spec: ShardTensorSpec, size: tuple[int, ...]) -> bool:
+    return reshape_source(whole_values(spec), resolve_size(spec.shape, size)) is spec
+
+
 def _sizes(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)) else tuple(size)
 
@@ -62,6 +85,11 @@ def reshape(func: Any, *args: Any, **kwargs: Any) -> Any:
         return native(func, (ShardTensor,), (x, *size), kwargs)
     wanted = _sizes(tuple(size)) if size else tuple(kwargs.get("shape", kwargs.get("size", ())))
     return reshape_to(x, wanted, torch.Tensor.view if func is torch.Tensor.view else torch.Tensor.reshape)
+
+
+_RESHAPE = FUNCTIONS[torch.Tensor.view]
+for _func in (torch.Tensor.view, torch.Tensor.reshape):
+    FUNCTIONS[_func] = _reshape_unmoved
 
 
 @handler(torch.Tensor.view_as, torch.Tensor.reshape_as, name="reshape_as")

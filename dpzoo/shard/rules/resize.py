@@ -26,6 +26,7 @@ from dpzoo.shard.rules.parts import fill_empty, global_of, whole_values
 from dpzoo.shard.rules.window import Windows, run_windows
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tracing import constant, off_the_graph
 
 _ONE_DIM = {"bilinear": "linear", "trilinear": "linear"}
 _HALO = {"nearest": 0, "nearest-exact": 0, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2}
@@ -153,17 +154,19 @@ def _resize_dim(
 ) -> tuple[Tensor, Sizes]:
     """This rank's output rows of one cut dim, and how the output is cut."""
     axis, n = spec.cut_dims[dim], spec.shape[dim]
-    index, weight = _taps(n, n_out, scale, method, local.dtype)
     borders = [0, *[min(n_out, round(b * n_out / n)) for b in starts(spec.sizes[axis])[1:-1]], n_out]
-    spans = [
-        (int(index[a:b].min()), int(index[a:b].max()) + 1) if a < b else (0, 0)
-        for a, b in zip(borders, borders[1:], strict=False)
-    ]
-    wanted = tuple((s,) if s[0] < s[1] else () for s in spans)
-    local = fetch(local, dim, spec.sizes[axis], wanted, spec.layout.groups[axis])
     me = spec.layout.coords[axis]
     a, b = borders[me], borders[me + 1]
-    out = _apply(local, dim, index[a:b] - spans[me][0], weight[a:b], method) if a < b else local.narrow(dim, 0, 0)
+    with off_the_graph():
+        index, weight = _taps(n, n_out, scale, method, local.dtype)
+        spans = [
+            (int(index[a:b].min()), int(index[a:b].max()) + 1) if a < b else (0, 0)
+            for a, b in zip(borders, borders[1:], strict=False)
+        ]
+        index, weight = index[a:b] - spans[me][0], weight[a:b].clone()
+    wanted = tuple((s,) if s[0] < s[1] else () for s in spans)
+    local = fetch(local, dim, spec.sizes[axis], wanted, spec.layout.groups[axis])
+    out = _apply(local, dim, constant(index), constant(weight), method) if a < b else local.narrow(dim, 0, 0)
     return out, tuple(y - x for x, y in zip(borders, borders[1:], strict=False))
 
 

@@ -162,10 +162,13 @@ def _split_sizes(op: Any, x: ShardTensor, sizes: Sequence[int], dim: int = 0) ->
 
 @on(aten.unbind.int)
 def _unbind(op: Any, x: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
-    dim = normal_dim(dim, x.ndim)
-    if x._spec.axis_of(dim) is not None:
-        source = without_cut(x._spec, dim)
-        x = ViewPlan(source, lambda t: t, source.cuts, source.sizes).run(x)
-    spec = x._spec
-    plan = plan_of((id(op), spec, dim), lambda: _select_plan(op, spec, dim, 0))
-    return tuple(alias_of(x, plan.finish(t, spec)) for t in counted(x._local_tensor.unbind, dim))
+    row = plan_of((id(op), x._spec, dim), lambda: _row_plan(op, x._spec, dim))
+    if row.source is not x._spec:
+        x = ViewPlan(row.source, lambda t: t, row.source.cuts, row.source.sizes).run(x)
+    rows = [row.finish(t, x._spec) for t in counted(x._local_tensor.unbind, dim)]
+    return tuple(rows if x.__class__ is ShardTensor else [alias_of(x, made) for made in rows])
+
+
+def _row_plan(op: Any, spec: ShardTensorSpec, dim: int) -> ViewPlan:
+    dim = normal_dim(dim, spec.ndim)
+    return _select_plan(op, without_cut(spec, dim), dim, 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dpzoo.shard import MissingShardPatch, ShardTensor
-from dpzoo.testing import OpCase, distributed, expect_error, op_test
+from dpzoo.shard import MissingShardPatch, ShardError, ShardTensor
+from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, op_test
 from tests.shard.rules.inputs import cut as _cut
 
 FEW = {"ranks": (1, 2, 3)}
@@ -109,3 +110,17 @@ def test_optimizers_step_sharded_leaves_like_whole_ones(name, clip):
         assert isinstance(found.grad, ShardTensor)
         assert found.grad.placements == found.placements
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+@distributed(ranks=3)
+def test_a_dtensor_in_the_list_is_written():
+    full = torch.arange(14.0).view(7, 2)
+    theirs, ours = distribute_tensor(full.clone(), domain_mesh(), [Shard(0)]), _cut(full, sizes=(1, 0, 6))
+    torch._foreach_mul_([theirs, ours.clone()], ours.sum())
+    assert isinstance(theirs, DTensor)
+    assert torch.equal(theirs.full_tensor(), full * full.sum())
+    assert theirs.add_(ours) is theirs
+    assert torch.equal(theirs.full_tensor(), full * full.sum() + full)
+    expect_error(lambda: theirs.requires_grad_().add_(ours), ShardError, "a DTensor that needs a gradient")
+    norm = torch.linalg.vector_norm(distribute_tensor(full, domain_mesh(), [Shard(0)]))  # parts of a norm
+    torch.testing.assert_close((ours.sum() * 0 + norm).full_tensor(), full.norm())

@@ -14,6 +14,7 @@ from dpzoo.shard import Shard, scatter_tensor
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test
 from tests.shard.rules.inputs import FEW
+from tests.shard.rules.inputs import cut as _cut
 
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
 IMAGE: dict[str, Any] = {"shape": (2, 3, 9, 6), "shard": 2, "mesh2d": (2, 3)}
@@ -225,3 +226,10 @@ BAD: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_raises_what_torch_raises(name: str):
     expect_same_error(BAD[name], torch.randn(1, 3, 9, 6), 2)
+
+
+@distributed(ranks=1)
+def test_one_rank_has_both_ends():
+    full = torch.arange(18.0).view(1, 2, 9)
+    for mode in ("constant", "reflect", "replicate", "circular"):
+        assert torch.equal(F.pad(_cut(full, 2), (2, 1), mode).full_tensor(), F.pad(full, (2, 1), mode))
