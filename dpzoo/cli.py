@@ -1,6 +1,7 @@
 """The `dpzoo` command: parse, call, print."""
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,20 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check packages, devices and communication; say how to mend what fails")
     doctor.set_defaults(run=_doctor)
     _add_convert(commands)
+    _add_export(commands)
     return parser
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export", help="write the weights of a training run as plain safetensors + config.json"
+    )
+    export.add_argument("folder", type=Path, help="folder of the run (its newest checkpoint), or one step_* in it")
+    export.add_argument("out", type=Path, help="folder to write")
+    which = export.add_mutually_exclusive_group()
+    which.add_argument("--average", dest="average", action="store_true", default=None, help="the averaged weights")
+    which.add_argument("--trained", dest="average", action="store_false", help="not the average, if there is one")
+    export.set_defaults(run=_export)
 
 
 def _add_convert(commands: Any) -> None:
@@ -49,6 +63,11 @@ def _add_convert(commands: Any) -> None:
         ("zarr", "zarr store, or a folder of them"),
     ):
         _add_grid(formats.add_parser(name, help=f"{what}, to zarr in slabs of rows; resumable"), what)
+    pickled = formats.add_parser("pickle", help="file that holds a whole pickled module, to safetensors")
+    pickled.add_argument("source", type=Path, help="file of torch.save(model), or another pickle with modules")
+    pickled.add_argument("destination", type=Path, help="safetensors file to write")
+    pickled.add_argument("--unsafe-pickle", action="store_true", help="I trust the author of this file")
+    pickled.set_defaults(run=_convert_pickle)
 
 
 def _add_grid(parser: argparse.ArgumentParser, what: str) -> None:
@@ -79,6 +98,27 @@ def _convert_grid(arguments: argparse.Namespace) -> int:
     convert = convert_grib if arguments.format == "grib" else convert_stores
     fields = convert(arguments.source, arguments.destination, arguments.channels, arguments.slabs)
     print(f"{arguments.destination}: {fields} fields", flush=True)
+    return 0
+
+
+def _convert_pickle(arguments: argparse.Namespace) -> int:
+    if not arguments.unsafe_pickle:
+        raise ValueError(
+            f"{arguments.source} may hold code. It is read in a process of its own that imports and calls nothing the "
+            "file names, but ask for as much memory and time as it likes it can: pass --unsafe-pickle if you trust it"
+        )
+    apart = [sys.executable, "-m", "dpzoo.weights.unpickle_apart", arguments.source, arguments.destination]
+    return subprocess.run(apart, check=False).returncode
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from dpzoo.train import CheckpointError, export_run
+
+    try:
+        chosen = export_run(arguments.folder, arguments.out, arguments.average)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    print(f"{arguments.out}: weights of {chosen}", flush=True)
     return 0
 
 

@@ -6,11 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dpzoo.parallel.pieces import piece_of
+
 
 class WeightAverage:
     """The average of a model's parameters over the steps, weighted by `decay` ** (steps ago).
 
-    Complete weights are the same on every rank, and so is their average: nothing is communicated.
+    The average of a weight is cut as the weight is: every rank averages what it holds, whatever the meshes, and nothing
+    is communicated. Weights in half precision are averaged in float32, in which small changes are not rounded away.
 
     Args:
         model: its parameters now are the average at the beginning.
@@ -29,14 +32,15 @@ class WeightAverage:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again with the parameters as they are."""
-        self.weights = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        self.weights = {name: _wide(p.detach()).clone() for name, p in self._model.named_parameters()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the parameters after step `step`, counted from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
         for name, parameter in self._model.named_parameters():
-            self.weights[name].lerp_(parameter.detach(), 1 - decay)
+            average = piece_of(self.weights[name]).local
+            average.lerp_(piece_of(parameter.detach()).local.to(average.dtype), 1 - decay)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -52,3 +56,7 @@ class WeightAverage:
     def _put(self, weights: dict[str, Tensor]) -> None:
         for name, parameter in self._model.named_parameters():
             parameter.copy_(weights[name])
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight

@@ -1,38 +1,57 @@
-"""The data-parallel axis is torch's own DistributedDataParallel; the domain axis needs no wrapper at all."""
+"""From the model and the optimiser that a user wrote to those that a mesh trains with."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from dpzoo.shard import sync_module_over_mesh
+from dpzoo.parallel import parallelize
+from dpzoo.train.config import TrainConfig
 from dpzoo.train.team import Team
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
-def start_equal(model: nn.Module, team: Team) -> nn.Module:
-    """Give all ranks the first one's weights, and return the module to train: gradients are averaged over replicas.
 
-    A model whose weights are sharded (`fully_shard`) is left as it is, one that is wrapped already too.
+def prepare_model(model: nn.Module, config: TrainConfig, team: Team) -> nn.Module:
+    """Compile as configured, give all ranks the first one's weights, and return the module to train.
+
+    A model that is wrapped already, or whose weights are sharded, is left to who did it.
+    """
+    if config.compile:
+        model.compile(**({} if config.compile is True else {"backend": config.compile}))
+    wrapped = isinstance(model, DistributedDataParallel) or any(isinstance(p, DTensor) for p in model.parameters())
+    if team.mesh is None or wrapped:
+        return model
+    names = team.mesh.mesh_dim_names
+    if names is None:
+        return parallelize(model, team.mesh, strategy=config.parallel)
+    data = tuple(names[axis] for axis in team.data_axes)
+    domain = tuple(name for name in names if name not in data)
+    return parallelize(model, team.mesh, strategy=config.parallel, ddp_axis=data, domain_axis=domain)
+
+
+def prepare_optimizer(model: nn.Module, optimizer: Optimizer | MakeOptimizer) -> Optimizer:
+    """The optimiser of a prepared model.
 
     Raises:
-        ValueError: more than one data-parallel axis with replicas.
+        ValueError: it was made of parameters that the model no longer has.
     """
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if team.mesh is None or sharded:
-        return model
-    sync_module_over_mesh(model, team.mesh)
-    axes = [axis for axis in team.data_axes if team.mesh.size(axis) > 1]
-    if not axes or isinstance(model, DistributedDataParallel):
-        return model
-    if len(axes) > 1:
+    if not isinstance(optimizer, Optimizer):
+        return optimizer(model.parameters())
+    ours = set(model.parameters())
+    if any(p not in ours for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            f"{team.mesh} has {len(axes)} data-parallel axes; make one of them, or wrap the model yourself and pass it"
+            "the optimiser holds parameters that the model does not have: with parallel='fsdp' they are replaced by "
+            "sharded ones. Pass a function that makes the optimiser: fit(model, lambda weights: AdamW(weights), ...)"
         )
-    return DistributedDataParallel(model, process_group=team.mesh.get_group(axes[0]))
+    return optimizer
 
 
-def without_averaging(model: nn.Module, hold: bool) -> AbstractContextManager[Any]:
-    """If `hold`, gradients of this pass are added up and averaged with those of a later one."""
-    return model.no_sync() if hold and isinstance(model, DistributedDataParallel) else nullcontext()
+def reshard(model: nn.Module) -> None:
+    """Let go of whole weights that FSDP2 keeps after a forward pass that no backward pass follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -2,25 +2,29 @@
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from dpzoo.train import checkpoint
 from dpzoo.train.average import WeightAverage
-from dpzoo.train.checkpoint import Position
+from dpzoo.train.checkpoint import Position, RunState
+from dpzoo.train.checkpoint_writer import CheckpointWriter
 from dpzoo.train.config import TrainConfig
-from dpzoo.train.data_parallel import start_equal
+from dpzoo.train.data_parallel import MakeOptimizer, prepare_model, prepare_optimizer
+from dpzoo.train.export import record_model
 from dpzoo.train.journal import Journal
 from dpzoo.train.schedule import Rates
-from dpzoo.train.step import Objective, train_step
+from dpzoo.train.step import DivergedError, Objective, loss_scaler, train_step
 from dpzoo.train.stopping import StopSignal
 from dpzoo.train.team import Team
 from dpzoo.train.trackers import require_trackers
@@ -49,7 +53,7 @@ class Outcome:
 
 def fit(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | MakeOptimizer,
     loader: Loader,
     objective: Objective,
     config: TrainConfig,
@@ -59,73 +63,80 @@ def fit(
     domain_axis: str = "domain",
     validation: Loader | None = None,
     measure: Measure | None = None,
+    others: Mapping[str, Stateful] | None = None,
 ) -> Outcome:
     """Train until the epochs are done, or until a rank is sent SIGTERM: then all finish the step and save together.
 
     Args:
         model: the same on every rank; the first rank's weights are copied to the others.
+        optimizer: or a function that makes one of parameters, which `parallel="fsdp"` needs: it replaces them.
         loader: training samples, already sharded over the domain axis.
         objective: (model, sample) -> "loss" and other 0-d tensors to report.
         folder: of this run, seen by all ranks: checkpoints and `metrics.jsonl`.
         mesh: of all ranks; None for one process.
         validation: samples for `measure`, which is the objective by default. With `config.ema` the model then has its
             averaged weights.
+        others: name -> what else has a state that checkpoints are to hold (`state_dict`, `load_state_dict`).
 
     Raises:
-        DivergedError: the gradient is not finite. CheckpointError: see `checkpoint.resume`. Both on all ranks.
+        DivergedError: the gradient is not finite. CheckpointError: see `checkpoint.resume`, or one cannot be written.
+            Both on all ranks.
+        ValueError: an optimiser of other parameters, or samples that cannot be divided among the replicas.
         ImportError: TensorBoard, wandb or mlflow is asked for and not installed.
     """
     team = Team(mesh, domain_axis)
     require_trackers(config)
-    steps = config.epochs * -(-len(loader) // config.accumulate)
-    wrapped = start_equal(model, team)
-    rates = Rates(optimizer, steps, config)
+    accumulate = config.accumulated(team.replicas)
+    steps = config.epochs * -(-len(loader) // accumulate)
+    wrapped = prepare_model(model, config, team)
+    made, scaler = prepare_optimizer(wrapped, optimizer), loss_scaler(config, team)
+    rates = Rates(made, steps, config)
     average = None if config.ema is None else WeightAverage(model, config.ema)
-    at = checkpoint.resume(folder, model, optimizer, config, team, average)
+    own = {} if scaler is None else {"loss_scaler": scaler}
+    state = RunState(model, made, team, average, {**(others or {}), **own})
+    at = checkpoint.resume(folder, state, config)
+    _adopt(at, accumulate * team.replicas)
     outcome = Outcome(at.step, at.epoch >= config.epochs)
+    record_model(model, folder, team)
     model.train()
-    with StopSignal() as stop, Journal(folder, steps, at.step, config, team.is_first) as journal:
+    with (
+        StopSignal() as stop,
+        Journal(folder, steps, at.step, config, team.is_first) as journal,
+        CheckpointWriter(folder, team, config.keep, config.async_checkpoint) as writer,
+    ):
         if at.step:
             journal.say(f"resumed at step {at.step}, epoch {at.epoch}, from {folder}")
         run = _Run(
-            model, wrapped, optimizer, rates, loader, objective, config, folder, team, at, journal, stop, steps, average
+            wrapped, state, rates, scaler, loader, objective, config, accumulate, at, journal, stop, steps, writer
         )
-        for epoch in range(at.epoch, config.epochs):
-            if run.is_at_its_limit or run.epoch(epoch):
-                break
-            if validation is not None and _is_due(at.epoch, config):
-                with nullcontext() if average is None else average.in_use():
-                    outcome.validation = validate(model, validation, measure or objective, config, team)
-                journal.report("validation", at.step, epoch, outcome.validation)
-            run.save_if_due()  # a checkpoint at the end of an epoch has its validation behind it
+        outcome.validation = run.epochs(validation, measure or objective)
         outcome.finished = at.epoch >= config.epochs
         if at.step > outcome.step:
             run.save()
+        writer.finish()
         if not outcome.finished:
-            journal.say(f"stopped after step {at.step} of {steps}; {run.newest} is where it goes on")
-    outcome.step, outcome.checkpoint = at.step, run.newest
+            journal.say(f"stopped after step {at.step} of {steps}; {writer.newest} is where it goes on")
+    outcome.step, outcome.checkpoint = at.step, writer.newest
     return outcome
 
 
 @dataclass
 class _Run:
-    """What the steps of a run share; `wrapped` is the model, with DDP around it if there are replicas."""
+    """What the steps of a run share; `wrapped` is the model that the mesh trains with, which has its weights."""
 
-    model: nn.Module
     wrapped: nn.Module
-    optimizer: Optimizer
+    state: RunState
     rates: Rates
+    scaler: torch.amp.GradScaler | None
     loader: Loader
     objective: Objective
     config: TrainConfig
-    folder: Path
-    team: Team
+    accumulate: int
     at: Position
     journal: Journal
     stop: StopSignal
     steps: int
-    average: WeightAverage | None
-    newest: Path | None = None
+    writer: CheckpointWriter
     _saved_at: int = -1
     _recent: "_Recent" = field(default_factory=lambda: _Recent())
 
@@ -135,32 +146,56 @@ class _Run:
         limit = self.config.max_steps
         return limit is not None and limit <= self.at.step < self.steps
 
+    def epochs(self, validation: Loader | None, measure: Measure) -> dict[str, float]:
+        """All that are not done yet, or until the run is to stop; returns what the last validation found."""
+        at, state, found = self.at, self.state, dict[str, float]()
+        try:
+            for number in range(at.epoch, self.config.epochs):
+                if self.is_at_its_limit or self.epoch(number):
+                    break
+                if validation is not None and _is_due(at.epoch, self.config):
+                    with nullcontext() if state.average is None else state.average.in_use():
+                        found = validate(state.model, validation, measure, self.config, state.team)
+                    self.journal.report("validation", at.step, number, found)
+                self.save_if_due()  # a checkpoint at the end of an epoch has its validation behind it
+        except DivergedError:  # all ranks come here, so the checkpoint that is being written can be finished
+            self.writer.finish()
+            raise
+        return found
+
     def epoch(self, number: int) -> bool:
         """The steps of an epoch that are not done yet; True if the run is to stop before the next."""
-        at, config, team = self.at, self.config, self.team
+        at, team = self.at, self.state.team
         place, stopped = _place(at, team), False
         samples = self.loader.epoch(number, place)
-        for count in _group_sizes(len(self.loader) - place, config.accumulate):
-            rate = self.rates.set(at.step)
-            group, begin = islice(samples, count), time.perf_counter()
-            found = train_step(self.wrapped, self.optimizer, self.objective, group, count, at.step, config, team)
-            at.step += 1
-            if self.average is not None:
-                self.average.update(at.step)
+        for count in _group_sizes(len(self.loader) - place, self.accumulate):
+            self._step(samples, count, number)
             at.samples += count * team.replicas
-            self._recent.add({**found, "seconds": time.perf_counter() - begin})
-            if at.step % config.log_every == 0:
-                means = team.mean(*self._recent.take())
-                self.journal.report("train", at.step, number, {**means, "learning_rate": rate})
-            self.journal.advance()
             if at.samples >= len(self.loader) * team.replicas:
                 at.epoch, at.samples = number + 1, 0
+            self.writer.settle()
             stopped = team.any(self.stop.requested or self.is_at_its_limit)
             if stopped:
                 break
             if at.samples:
                 self.save_if_due()
         return stopped
+
+    def _step(self, samples: Iterator[Any], count: int, epoch: int) -> None:
+        at, config, state = self.at, self.config, self.state
+        rate = self.rates.set(at.step)
+        group, begin = islice(samples, count), time.perf_counter()
+        found = train_step(
+            self.wrapped, state.optimizer, self.objective, group, count, at.step, config, state.team, self.scaler
+        )
+        at.step += 1
+        if state.average is not None:
+            state.average.update(at.step)
+        self._recent.add({**found, "seconds": time.perf_counter() - begin})
+        if at.step % config.log_every == 0:
+            means = state.team.mean(self._recent.take(), 1)
+            self.journal.report("train", at.step, epoch, {**means, "learning_rate": rate})
+        self.journal.advance()
 
     def save_if_due(self) -> None:
         """Save after every `checkpoint_every` steps."""
@@ -171,9 +206,19 @@ class _Run:
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""
         if self._saved_at != self.at.step:
-            team, keep = self.team, self.config.keep
-            self.newest = checkpoint.save(self.folder, self.at, self.model, self.optimizer, team, keep, self.average)
+            self.writer.save(self.at.step, self.state.state(self.at))
             self._saved_at = self.at.step
+
+
+def _adopt(at: Position, samples_per_step: int) -> None:
+    """Go on with so many samples per step, which makes another curve if it was another number."""
+    if at.samples_per_step not in (0, samples_per_step):
+        warnings.warn(
+            f"a step had {at.samples_per_step} samples so far and has {samples_per_step} from now on, so the curve is "
+            "another one; samples_per_step keeps it the same for any number of replicas",
+            stacklevel=3,
+        )
+    at.samples_per_step = samples_per_step
 
 
 def _place(at: Position, team: Team) -> int:
@@ -200,17 +245,16 @@ def _is_due(epochs_done: int, config: TrainConfig) -> bool:
 
 
 class _Recent:
-    """What has been found since the last report."""
+    """What has been found since the last report: a mean for each name, over the steps that found it."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._steps = 0
+        self._found: dict[str, list[float]] = {}
 
     def add(self, found: dict[str, float]) -> None:
-        self._steps += 1
         for name, value in found.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._found.setdefault(name, []).append(value)
 
-    def take(self) -> tuple[dict[str, float], int]:
-        sums, steps, self._sums, self._steps = self._sums, self._steps, {}, 0
-        return sums, steps
+    def take(self) -> dict[str, float]:
+        means = {name: sum(values) / len(values) for name, values in self._found.items()}
+        self._found = {}
+        return means

@@ -1,21 +1,23 @@
 """One optimiser step, from top to bottom."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dpzoo.parallel import GradScaler, clip_grad_norm_, no_sync
 from dpzoo.train.config import TrainConfig
-from dpzoo.train.data_parallel import without_averaging
 from dpzoo.train.seeds import seed_sample
 from dpzoo.train.team import Team
 
 Objective = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 """(model, sample) -> 0-d tensors by name: "loss" is minimised, the others are reported."""
+
+SMALLEST_SCALE = 1.0
+"""Of a float16 loss: gradients that overflow without any scaling are not a matter of the scale."""
 
 
 class DivergedError(ArithmeticError):
@@ -31,14 +33,19 @@ def train_step(
     step: int,
     config: TrainConfig,
     team: Team,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, float]:
     """Add up the gradients of `count` samples, clip, and step. One sample is in memory at a time.
 
+    Args:
+        scaler: of the loss, whose gradients float16 could not hold; see `loss_scaler`.
+
     Returns:
-        This replica's mean of what the objective found, and "gradient_norm" before clipping.
+        This replica's mean of what the objective found, and "gradient_norm" before clipping. With a scaler also
+        "loss_scale" and "skipped", 1 for a step that was not made since the gradients overflowed; it has no norm.
 
     Raises:
-        DivergedError: on all ranks, if the norm of the gradient is not finite.
+        DivergedError: on all ranks, if the norm of the gradient is not finite, with a scaler: whatever the scale.
         ValueError: a batch of more samples than `config.batch_per_group`, or an objective without "loss".
     """
     optimizer.zero_grad(set_to_none=True)
@@ -46,39 +53,56 @@ def train_step(
     seen = 0
     for number, sample in enumerate(samples):
         check_batch(sample, config.batch_per_group)
-        seed_sample(config.seed, step, number, team.replica)
-        with without_averaging(model, hold=number < count - 1):
+        seed_sample(config.seed, step, number * team.replicas + team.replica)
+        with no_sync(model, hold=number < count - 1):
             with autocast(config, team):
                 found = objective(model, sample)
-            loss_of(found).div(count).backward()
+            loss = loss_of(found).div(count)
+            (loss if scaler is None else scaler.scale(loss)).backward()
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value.item()
         seen += 1
     if seen != count:
         raise ValueError(f"step {step}: the loader's length promised {count} samples, it gave {seen}")
-    norm = clip_gradients(list(model.parameters()), config.clip)
+    means = {name: value / count for name, value in sums.items()}
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    norm = float(clip_grad_norm_(model, math.inf if config.clip is None else config.clip))
+    if scaler is not None:
+        return means | _scaled_step(optimizer, scaler, norm, step)
     if not math.isfinite(norm):
         raise DivergedError(
-            f"step {step}: the norm of the gradient is {norm} (loss {sums['loss'] / count}); the weights are as before "
+            f"step {step}: the norm of the gradient is {norm} (loss {means['loss']}); the weights are as before "
             "the step. Lower the learning rate, clip, or look at the sample"
         )
     optimizer.step()
-    return {name: value / count for name, value in sums.items()} | {"gradient_norm": norm}
+    return means | {"gradient_norm": norm}
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], largest: float | None) -> float:
-    """Scale all gradients so that their joint 2-norm is at most `largest`; returns the norm before.
+def _scaled_step(optimizer: Optimizer, scaler: torch.amp.GradScaler, norm: float, step: int) -> dict[str, float]:
+    """Step unless the gradients overflowed; the scale is adapted."""
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if math.isfinite(norm):
+        return {"gradient_norm": norm, "loss_scale": scale, "skipped": 0.0}
+    if scale <= SMALLEST_SCALE:
+        raise DivergedError(
+            f"step {step}: the norm of the gradient is {norm} even with the loss scaled by {scale}; the weights are as "
+            "before the step. Lower the learning rate, look at the sample, or use amp='bf16'"
+        )
+    return {"loss_scale": scale, "skipped": 1.0}
 
-    Plain weights hold complete gradients, the same on every rank, so each rank finds the same norm by itself. The norm
-    of weights that are DTensors is reduced over their mesh.
-    """
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if largest is None else largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+def loss_scaler(config: TrainConfig, team: Team) -> torch.amp.GradScaler | None:
+    """What float16 needs, and no other precision: its small gradients would vanish."""
+    return GradScaler(team.device_type, mesh=team.mesh) if config.amp == "fp16" else None
 
 
 def autocast(config: TrainConfig, team: Team) -> torch.autocast:
-    """bfloat16 for the ops that gain by it, if the configuration says so."""
-    return torch.autocast(team.device_type, torch.bfloat16, enabled=config.amp == "bf16")
+    """A half precision for the ops that gain by it, if the configuration says so."""
+    dtype = torch.float16 if config.amp == "fp16" else torch.bfloat16
+    return torch.autocast(team.device_type, dtype, enabled=config.amp is not None)
 
 
 def loss_of(found: Mapping[str, Tensor]) -> Tensor:

@@ -1,13 +1,14 @@
 """The ranks that train together: those of a domain group share a sample, replicas have samples of their own."""
 
-from collections.abc import Mapping
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Team:
@@ -37,7 +38,7 @@ class Team:
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and domain_axis not in names:
             raise ValueError(f"the axes of the mesh are {names or mesh.ndim}, none is {domain_axis!r}; name the axes")
-        self.is_first = dist.get_rank() == int(mesh.mesh.flatten()[0])
+        self.is_first = dist.get_rank() == self._first
         self.data_axes = tuple(a for a, n in enumerate(names) if n != domain_axis) if mesh.ndim > 1 else ()
         coordinates = mesh.get_coordinate()
         assert coordinates is not None
@@ -70,11 +71,44 @@ class Team:
 
     def from_first(self, value: T) -> T:
         """What the first rank passed in, on all ranks."""
-        if self.mesh is None or self.mesh.size() == 1:
+        if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=int(self.mesh.mesh.flatten()[0]))
+        dist.broadcast_object_list(box, src=self._first)
         return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank passed in, in the order of ranks, on all of them; any objects that pickle."""
+        if self.size == 1:
+            return [value]
+        found: list[T | None] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return cast(list[T], found)
+
+    def through_first(self, value: T, share: Callable[[list[T]], list[U]]) -> U:
+        """`share` on the first rank alone, of what every rank passed in; each rank gets its entry of the answer."""
+        if self.size == 1:
+            return share([value])[0]
+        first = self._first
+        found: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, found, dst=first)
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, share(found) if found is not None else None, src=first)
+        return box[0]
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in `gather`."""
+        return 0 if self.size == 1 else dist.get_rank()
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.mesh is None else int(self.mesh.mesh.flatten()[0])
 
     @property
     def _device(self) -> torch.device:

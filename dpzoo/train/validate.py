@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpzoo.train.config import TrainConfig
+from dpzoo.train.data_parallel import reshard
 from dpzoo.train.seeds import VALIDATION, seed_sample
 from dpzoo.train.step import autocast
 from dpzoo.train.team import Team
@@ -28,7 +29,7 @@ def validate(model: nn.Module, loader: "Loader", measure: Measure, config: Train
     model.eval()
     try:
         for number, sample in enumerate(loader.epoch(0)):
-            seed_sample(config.seed, VALIDATION, number * team.replicas + team.replica, 0)
+            seed_sample(config.seed, VALIDATION, number * team.replicas + team.replica)
             with autocast(config, team):
                 found = measure(model, sample)
             counts = not getattr(sample, "is_repeat", False)
@@ -36,5 +37,6 @@ def validate(model: nn.Module, loader: "Loader", measure: Measure, config: Train
                 sums[name] = sums.get(name, 0.0) + counts * value.item()
             weight += counts
     finally:
+        reshard(model)
         model.train(was_training)
     return team.mean(sums, weight)

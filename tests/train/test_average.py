@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
+from dpzoo.testing import distributed, grid_mesh
 from dpzoo.train import CheckpointError, TrainConfig, WeightAverage, fit, load_model
+from tests.parallel.mixed import collected, laid_out, whole
 from tests.train.toy import Clouds, build, configured, objective, train, train_on
 
 FULL = configured(epochs=2, checkpoint_every=2, ema=0.9)
@@ -84,3 +87,27 @@ def test_the_first_weights_are_forgotten():
     for step in range(1, 51):
         average.update(step)
     assert float(average.weights["weight"]) == pytest.approx(1.0, abs=0.01)
+
+
+@distributed(ranks=4)
+def test_weights_on_two_meshes_and_in_half_precision():
+    mesh, steps = grid_mesh(), 5
+    full = whole(torch.bfloat16)
+    ours, theirs = nn.Module(), nn.Module()
+    for name, mine, other in zip("abcdef", laid_out(full, mesh), full, strict=True):
+        ours.register_parameter(name, mine) if isinstance(mine, nn.Parameter) else None
+        theirs.register_parameter(name, nn.Parameter(other.detach().double()))
+    averages = [WeightAverage(model, 0.999) for model in (ours, theirs)]
+    for step in range(1, steps + 1):
+        for model, average in zip((ours, theirs), averages, strict=True):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)  # exact in bfloat16
+            average.update(step + 1000)  # small changes, which bfloat16 would round away
+    for name, average in averages[0].weights.items():
+        assert average.dtype is torch.float32
+        torch.testing.assert_close(collected(average).double(), averages[1].weights[name], rtol=1e-5, atol=1e-6)
+    with averages[0].in_use():
+        assert all(p.dtype is torch.bfloat16 for p in ours.parameters())
+        torch.testing.assert_close(collected(ours.c.detach()), collected(averages[0].weights["c"]).bfloat16())
+    torch.testing.assert_close(collected(ours.c.detach()), theirs.c.detach().bfloat16())

@@ -200,7 +200,7 @@ def test_ranks_without_a_mesh_are_refused():
     [
         ({"epochs": 0}, "epochs is 0"),
         ({"accumulate": 0}, "accumulate is 0"),
-        ({"amp": "fp8"}, "amp is 'fp8', choose one of off, bf16"),
+        ({"amp": "fp8"}, "amp is 'fp8', choose one of None, bf16, fp16"),
         ({"clip": 0.0}, "clip is 0.0"),
         ({"final_rate": 2.0}, "final_rate"),
         ({"resume": "yes"}, "resume is 'yes'"),

@@ -65,8 +65,13 @@ def train(folder, shape=None, config=CONFIG, dropout=0.0, samples=5, dtype=torch
     # Weights differ at first: fit must make them equal.
     model, optimizer = build(seed=0 if team.is_first else 1, dropout=dropout, dtype=dtype)
     loader = Clouds(mesh, samples, dtype)
-    outcome = fit(model, optimizer, loader, objective, config, folder, mesh=mesh, **options)
-    return outcome, {name: weight.detach() for name, weight in model.named_parameters()}
+    make = (lambda weights: torch.optim.AdamW(weights, lr=0.05)) if config.parallel == "fsdp" else optimizer
+    outcome = fit(model, make, loader, objective, config, folder, mesh=mesh, **options)
+    return outcome, {name: whole(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def configured(**changes):

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dpzoo.train import TrainConfig
+from dpzoo.train import TrainConfig, lift_loop_keys
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Settings:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> "Settings":
-        """Of nested mappings, such as a YAML file holds.
+        """Of nested mappings, such as a YAML file holds; what is short for a key of `train` may stand at the top.
 
         Raises:
             ValueError: a key that is not known, or a cloud that is neither "surface" nor "volume".
         """
-        given = dict(table)
+        given = lift_loop_keys(table)
         kinds = {
             "data": DataSettings,
             "optimizer": OptimizerSettings,

@@ -1,6 +1,7 @@
 """What each rank of `train.py` runs."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,9 +30,10 @@ def train(settings: Settings) -> int:
     split = split_cars(settings)
     task = Task(settings, statistics_of(settings, split.training, mesh, team))
     model = build_model(settings).to(DistributedManager().device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay
-    )
+
+    def optimizer(weights: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(weights, lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay)
+
     if team.is_first:
         (settings.out / FILE).write_text(json.dumps(settings.to_dict(), indent=1))
         print(_introduction(settings, mesh, split.training, split.validation, model), flush=True)
