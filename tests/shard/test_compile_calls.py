@@ -1,6 +1,8 @@
 """torch.compile: what a graph is made of, when another one is made, and what comes out of it."""
 
-import natten
+import importlib
+import importlib.util
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from dpzoo.ops import neighborhood_attention
 from dpzoo.shard import Replicate, Shard, ShardTensor, manual_seed, scatter_tensor
 from dpzoo.testing import distributed, domain_mesh
 from tests.shard.compiling import compiled, cut, leaf, same
+
+needs_natten = pytest.mark.skipif(importlib.util.find_spec("natten") is None, reason="natten is not installed")
 
 
 def field(*shape):
@@ -156,11 +160,12 @@ def test_draws_without_a_rule_are_refused():
             compiled(draw)(x)
 
 
+@pytest.mark.parametrize("library", ["dpzoo.ops", pytest.param("natten", marks=needs_natten)])
 @distributed(ranks=2, timeout=110)
-def test_natten_fetches_halos():
+def test_neighborhoods_fetch_halos(library):
     for grid in ((12,), (12, 9), (12, 5, 4)):
         ndim, full = len(grid), torch.randn(1, *grid, 2, 4)
-        attend = getattr(natten, f"na{ndim}d")
+        attend = getattr(importlib.import_module(library), f"na{ndim}d")
         x, r = cut(full), leaf(full)
         y = compiled(lambda t, f=attend, k=(3,) * ndim: f(t, t * 2, t + 1, kernel_size=k))(x)
         want = neighborhood_attention(ndim, r, r * 2, r + 1, 3)
