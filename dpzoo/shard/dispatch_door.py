@@ -52,6 +52,8 @@ def classify(op: Any) -> Handler:
         return refuse
     if is_pointwise(op):
         return _pointwise_inplace if writes else _pointwise
+    if op._can_decompose():
+        return _decomposed
     return _gathered_write if writes else _gathered
 
 
@@ -61,6 +63,11 @@ def is_pointwise(op: Any) -> bool:
         return False
     name = op._schema.name.removeprefix("aten::").removeprefix("special_").removesuffix("_backward").rstrip("_")
     return torch.Tag.pointwise in op.tags or (name in POINTWISE_NAMES and name not in NOT_POINTWISE)
+
+
+def _decomposed(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that torch composes of others arrives here whole in inference mode; otherwise torch takes it apart itself."""
+    return op.decompose(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------- pointwise

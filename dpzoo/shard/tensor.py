@@ -31,6 +31,7 @@ from dpzoo.shard.tracing import is_tracing, make_known
 
 __all__ = ["DISPATCH", "FUNCTIONS", "NAMED", "ShardTensor", "TensorPromotionMode", "wrap"]
 
+_in_inference_mode = torch.is_inference_mode_enabled
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _requires_grad, _set_requires_grad = torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__
 _grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
@@ -81,7 +82,12 @@ class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return (DISPATCH.get(op) or resolve_op(op))(op, types, args, kwargs or {})
+        answer = DISPATCH.get(op) or resolve_op(op)
+        if _in_inference_mode() and op.is_view and not args[0].is_inference():
+            # As in torch, what is made of a tensor from outside shares its version counter; an inference tensor has none.
+            with torch.inference_mode(False), torch.no_grad():
+                return answer(op, types, args, kwargs or {})
+        return answer(op, types, args, kwargs or {})
 
     # ------------------------------------------------------------------ promotion
     @classmethod

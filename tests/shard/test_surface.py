@@ -133,6 +133,45 @@ def test_no_grad_and_inference_mode():
         assert not layer(cut(whole(4, 5))).requires_grad
 
 
+VIEWS = {
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "transpose": lambda t: t.transpose(0, 1),
+    "alias": lambda t: t[:],
+    "select": lambda t: t[:, 1],
+    "slice": lambda t: t[:, 1:3],
+    "ellipsis": lambda t: t[..., 1:],
+    "unbind": lambda t: t.unbind(1)[3],
+    "chunk": lambda t: t.chunk(2, 1)[1],
+    "split": lambda t: t.split([1, 4], 1)[1],
+    "expand": lambda t: t.unsqueeze(0).expand(1, 2, 5, 3),
+    "view": lambda t: t.view(2, 5, 3, 1),
+    "permute": lambda t: t.permute(2, 0, 1),
+    "narrow": lambda t: t.narrow(1, 1, 3),
+    "diagonal": lambda t: t.diagonal(0, 0, 2),
+}
+
+
+@distributed(ranks=2)
+def test_views_in_inference_mode_of_a_tensor_from_outside():
+    """They are no inference tensors, as in torch: a write through one counts for the tensor outside."""
+    for name, view in VIEWS.items():
+        full = whole(2, 5, 3).requires_grad_(True)
+        x = cut(full.detach(), dim=1).requires_grad_(True)
+        for t in (x, full):
+            t.out = t * 1
+            t.later = t.out.square()  # keeps t.out for backward
+        with torch.inference_mode():
+            found, wanted = view(x.out), view(full.out)
+            assert not found.is_inference() and found.requires_grad is wanted.requires_grad, name
+            assert torch.equal(found.full_tensor(), wanted), name
+            found.mul_(2)
+            wanted.mul_(2)
+        assert torch.equal(x.out.full_tensor(), full.out), name
+        for t in (x, full) if name != "data" else ():  # .data has a version counter of its own
+            expect_error(t.later.sum().backward, RuntimeError, "modified by an inplace operation")
+
+
 # ---------------------------------------------------------------------- copies, casts
 @distributed(ranks=3)
 def test_clone_and_casts():
