@@ -66,7 +66,7 @@ def is_pointwise(op: Any) -> bool:
 
 
 def _decomposed(op: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op that torch composes of others arrives here whole in inference mode; otherwise torch takes it apart itself."""
+    """An op that torch composes of others arrives whole in inference mode; otherwise torch takes it apart."""
     return op.decompose(*args, **kwargs)
 
 

@@ -84,7 +84,7 @@ class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         answer = DISPATCH.get(op) or resolve_op(op)
         if _in_inference_mode() and op.is_view and not args[0].is_inference():
-            # As in torch, what is made of a tensor from outside shares its version counter; an inference tensor has none.
+            # As in torch, a view of a tensor from outside shares its version counter; an inference tensor has none.
             with torch.inference_mode(False), torch.no_grad():
                 return answer(op, types, args, kwargs or {})
         return answer(op, types, args, kwargs or {})

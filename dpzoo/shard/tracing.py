@@ -25,6 +25,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from dpzoo.shard.inductor import keep_in_order
+
 _CALLS: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -123,6 +125,7 @@ def traceable(shape: Callable[..., Sequence[int]]) -> Callable[[Callable[..., Te
         def either(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if t.__class__ is Tensor or not isinstance(t, (FakeTensor, FunctionalTensor)):
                 return call(t, *args, **kwargs)
+            keep_in_order()
             bound = signature.bind(t, *args, **kwargs)
             bound.apply_defaults()
             rest = list(bound.args[1:])
