@@ -12,7 +12,7 @@ from tests.compile_matrix import faults, row
 from tests.shard.compiling import compiled, cut, leaf, same
 
 
-@pytest.mark.parametrize("name", ["unet_nano", "stormscope_nano"])
+@pytest.mark.parametrize("name", ["unet_nano"])
 @pytest.mark.timeout(300)
 @distributed(ranks=2, timeout=280)
 def test_model(name):
