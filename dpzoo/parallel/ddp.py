@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.parallel.axes import Axes, flat
 from dpzoo.shard.averaging import average_later
-from dpzoo.shard.gradients import grad_sync, present_mode
+from dpzoo.shard.gradients import flat_sync
 
 
 class FlatDataParallel(DistributedDataParallel):
@@ -26,7 +26,7 @@ class FlatDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The forward of the module; see `DistributedDataParallel.forward`."""
-        with grad_sync("eager" if present_mode() == "eager" else "flat"):
+        with flat_sync():
             return super().forward(*inputs, **kwargs)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from dpzoo.parallel.axes import Axes, flat
 from dpzoo.shard import LayoutError
 from dpzoo.shard.averaging import average_later
-from dpzoo.shard.gradients import grad_sync, present_mode
+from dpzoo.shard.gradients import flat_sync
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.synchronize import broadcast_tensors
 
@@ -116,7 +116,7 @@ def _flat_forward(model: nn.Module) -> None:
 
     def enter(*_: Any) -> None:
         stack = ExitStack()
-        stack.enter_context(grad_sync("eager" if present_mode() == "eager" else "flat"))
+        stack.enter_context(flat_sync())
         open_forwards.append(stack)
 
     def leave(*_: Any) -> None:

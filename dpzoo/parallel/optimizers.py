@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dpzoo.parallel.pieces import is_partial, piece_of
+from dpzoo.parallel.pieces import dtensor_like, is_partial, piece_of
 from dpzoo.shard import ShardTensor
 from dpzoo.shard.moved_view import wrote
 from dpzoo.shard.tensor import wrap
@@ -157,4 +157,4 @@ def _wrapped(value: Any, p: Tensor, local: Tensor) -> Any:
     if isinstance(p, ShardTensor):
         return wrap(value, p._spec.for_local(value))
     assert isinstance(p, DTensor)
-    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return dtensor_like(value, p)

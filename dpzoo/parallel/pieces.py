@@ -42,6 +42,11 @@ def _cuts(cut: int | str) -> bool:
     return isinstance(cut, int) and cut >= 0
 
 
+def dtensor_like(local: Tensor, p: DTensor) -> DTensor:
+    """The DTensor in the layout of `p` whose shard on this rank is `local`."""
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def is_partial(tensor: Tensor) -> bool:
     """Is the tensor a sum (or another reduction) of what the ranks hold?"""
     return isinstance(tensor, (DTensor, ShardTensor)) and any(p.is_partial() for p in tensor.placements)

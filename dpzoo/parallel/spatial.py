@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpzoo.parallel.axes import Axes
+from dpzoo.parallel.pieces import dtensor_like
 from dpzoo.shard import LayoutError
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.mesh import MeshLayout
@@ -115,10 +116,7 @@ def _average_over_replicas(p: nn.Parameter, axes: Axes) -> None:
             for group in layout.groups:
                 local = comm.all_reduce(local, group)
             # Not in place: what arrived may be the gradient of another operand too, which is still on its way.
-            local = local / axes.replicas
-            grad = DTensor.from_local(
-                local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            grad = dtensor_like(local / axes.replicas, p)
         p.grad = grad
 
     trained = p.requires_grad

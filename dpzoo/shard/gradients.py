@@ -9,7 +9,7 @@ where a wrapper averages over the domain as well, a part is only scaled (see `av
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -58,9 +58,9 @@ def grad_sync(mode: str) -> Iterator[None]:
         _mode = before
 
 
-def present_mode() -> str:
-    """The mode of the innermost `grad_sync`."""
-    return _mode
+def flat_sync() -> AbstractContextManager[None]:
+    """`grad_sync("flat")` for the forward of a wrapper; a user's "eager" around it stays."""
+    return grad_sync("eager" if _mode == "eager" else "flat")
 
 
 def may_defer() -> When:

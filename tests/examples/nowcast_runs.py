@@ -1,26 +1,20 @@
 """Runs of the nowcasting example that take seconds, in this process's pool of ranks or in processes of their own."""
 
-import sys
 import threading
 import time
-from importlib import import_module
-from pathlib import Path
 
 import torch.distributed as dist
 
-from dpzoo.shard import DistributedManager
 from dpzoo.testing import session_pool
 from dpzoo.train.journal import read_journal
+from tests.examples.running import load_from, with_manager
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stormscope"
 NANO = {"name": "stormscope_nano", "embed_dim": 16, "depth": 1, "num_heads": 2, "kernel_size": 3}
 
 
 def load(name):
     """A module of the example."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    return import_module(f"nowcast.{name}")
+    return load_from("stormscope", f"nowcast.{name}")
 
 
 def tiny(out, data=None, model=None, **train):
@@ -60,13 +54,9 @@ def storms(folder, **changes):
 
 
 def on_rank(function, *arguments):
-    """Call a function of the example, with the manager that its `launch` would have made."""
+    """Call a function of the example."""
     module, name = function.split(".")
-    DistributedManager.initialize()
-    try:
-        return getattr(load(module), name)(*arguments)
-    finally:
-        DistributedManager.cleanup()
+    return with_manager(getattr(load(module), name), *arguments)
 
 
 def run_on(ranks, function, *arguments):

@@ -7,29 +7,27 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dpzoo.shard import DistributedManager, ShardTensor
+from dpzoo.shard import ShardTensor
 from dpzoo.testing import session_pool
 from dpzoo.train.journal import read_journal
+from tests.examples.running import EXAMPLES, load_from, with_manager
 
 pytest.importorskip("zarr")
 pytest.importorskip("scipy")
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = ROOT / "examples" / "drivaer"
+EXAMPLE = EXAMPLES / "drivaer"
 NANO = {"name": "transolver_nano", "embed_dim": 16, "depth": 2, "num_heads": 2, "num_slices": 8}
 
 
 def load(name):
     """A module of the example."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    return import_module(f"aero.{name}")
+    return load_from("drivaer", f"aero.{name}")
 
 
 def tiny(out, clouds=("surface",), **train):
@@ -52,13 +50,9 @@ def tiny(out, clouds=("surface",), **train):
 
 
 def on_rank(function, *arguments):
-    """Call a function of the example, with the manager that its `launch` would have made."""
+    """Call a function of the example."""
     module, name = function.split(".")
-    DistributedManager.initialize()
-    try:
-        return getattr(load(module), name)(*arguments)
-    finally:
-        DistributedManager.cleanup()
+    return with_manager(getattr(load(module), name), *arguments)
 
 
 def train_on(ranks, settings):
@@ -141,16 +135,8 @@ def compact_shards(settings):
 
 
 def test_shards_for_the_seam_plot_are_compact_and_hold_the_same_rows(tmp_path):
-    found = session_pool().run(on_rank_with_manager, compact_shards, tiny(tmp_path), ranks=3, timeout=60.0)
+    found = session_pool().run(with_manager, compact_shards, tiny(tmp_path), ranks=3, timeout=60.0)
     assert sum(after for _, after in found) < 0.7 * sum(before for before, _ in found)
-
-
-def on_rank_with_manager(function, *arguments):
-    DistributedManager.initialize()
-    try:
-        return function(*arguments)
-    finally:
-        DistributedManager.cleanup()
 
 
 def test_distance_to_the_border_is_that_to_the_nearest_point_of_another_rank():

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from dpzoo.shard import Partial, Replicate, Shard, ShardTensor, scatter, strict
 from dpzoo.shard.tensor import FUNCTIONS
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import LAYOUTS, distributed, domain_mesh, expect_error, grid_mesh, layout_sizes, row_mesh
+from tests.examples.running import EXAMPLES, load_from
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICKSTART = ROOT / "examples" / "quickstart"
+QUICKSTART = EXAMPLES / "quickstart"
 SIZES = {
     "vector_addition": 23,
     "dot_product": 23,
@@ -29,9 +29,7 @@ SIZES = {
 
 def load(name):
     """A script or one of the modules beside it, imported as if it had been started."""
-    if str(QUICKSTART) not in sys.path:
-        sys.path.insert(0, str(QUICKSTART))
-    return import_module(name)
+    return load_from("quickstart", name)
 
 
 def double(*shape, seed=0, grad=False):

@@ -58,15 +58,10 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Permuted:
-    """``tensor.permute(dims)``."""
+class _Rearranged:
+    """Entries of one other tensor."""
 
     tensor: Lazy
-    dims: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape[d] for d in self.dims)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +70,17 @@ class Permuted:
     @property
     def sliceable(self) -> bool:
         return self.tensor.sliceable
+
+
+@dataclass(frozen=True)
+class Permuted(_Rearranged):
+    """``tensor.permute(dims)``."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape[d] for d in self.dims)
 
     def read(self, slab: Slab | None = None) -> Tensor:
         if slab is None:
@@ -84,10 +90,9 @@ class Permuted:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(_Rearranged):
     """``tensor.narrow(dim, start, size)``."""
 
-    tensor: Lazy
     dim: int
     start: int
     size: int
@@ -96,14 +101,6 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         shape = self.tensor.shape
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def sliceable(self) -> bool:
-        return self.tensor.sliceable
 
     def read(self, slab: Slab | None = None) -> Tensor:
         wanted = bounds(self, slab or ())
