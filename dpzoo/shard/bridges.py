@@ -150,8 +150,14 @@ class _Relayout(torch.autograd.Function):
 def plain_to_shard(p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
     """This rank's part of a plain tensor that every rank holds whole; its gradient is complete on every rank."""
     if p.requires_grad and torch.is_grad_enabled():
-        return _PlainToShard.apply(p, spec, sum_axes)
+        return _PlainToShard.apply(gradients.lent(p, _sharers(spec, sum_axes)), spec, sum_axes)
     return _slice(p, spec)
+
+
+def _sharers(spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> tuple[str, ...]:
+    """The groups whose ranks get parts of the gradient of a plain tensor that is used in the layout `spec`."""
+    layout, parts = spec.layout, {*sum_axes, *spec.cut_dims.values()}
+    return tuple(layout.groups[a] for a in layout.axes if a in parts and layout.shape[a] > 1)
 
 
 def _slice(p: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -181,9 +187,7 @@ class _PlainToShard(torch.autograd.Function):
 
 def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
     """See `gradients.collect`; the gradient of a slice is a part too, with zeros around it."""
-    spec, layout = ctx.spec, ctx.spec.layout
-    parts = {*ctx.sum_axes, *spec.cut_dims.values()}
-    groups = tuple(layout.groups[a] for a in layout.axes if a in parts and layout.shape[a] > 1)
+    spec, groups = ctx.spec, _sharers(ctx.spec, ctx.sum_axes)
     if not groups:
         return spec.is_replicated, g
     if not spec.is_replicated:

@@ -2,30 +2,26 @@
 
 An op on shards gives each rank its part of a weight's gradient. For a leaf weight the parts are collected in buckets,
 summed over the group while backward goes on, and added to `.grad` by an engine callback at the end; so the parts never
-mix with what other, unsharded uses of the same weight add to `.grad`. Where somebody reads the gradient earlier
-(hooks on the weight, `autograd.grad`, second order, DDP, FSDP2, non-leaf tensors) it is summed at once instead. And
-where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
+mix with what other, unsharded uses of the same weight add to `.grad`. A plain tensor that was computed from weights (a
+modulation, say) and a weight of DDP enter ops by a node that waits, see `lent`: their parts travel in buckets too.
+Where somebody reads the gradient earlier (hooks on the weight, `autograd.grad`, second order, FSDP2) it is summed at
+once instead. And where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.shard import averaging
-from dpzoo.shard import collectives as comm
+from dpzoo.shard.gradient_buckets import accumulate, sum_over, task_now
 from dpzoo.shard.tracing import is_tracing
 
-_flatten = torch._C._nn.flatten_dense_tensors
-_unflatten = torch._C._nn.unflatten_dense_tensors
-BUCKET_BYTES = 25 * 2**20
+__all__ = ["accumulate", "sum_over"]  # and what is defined here
 MODES = ("bucket", "eager", "flat")
 _mode = "bucket"
 
@@ -34,8 +30,9 @@ class When(IntEnum):
     """When the parts of a weight's gradient become its gradient; zero, and so false, if that is at once."""
 
     NOW = 0
-    AT_THE_END = 1
-    BY_THE_WRAPPER = 2
+    LENT = 1  # when the node of `lent` runs, for the weights and tensors that have one
+    AT_THE_END = 2
+    BY_THE_WRAPPER = 3
 
 
 @contextmanager
@@ -66,35 +63,87 @@ def flat_sync() -> AbstractContextManager[None]:
 def may_defer() -> When:
     """Asked in forward: until when may the gradients that follow from it stay parts?
 
-    Not beyond their arrival inside a DDP forward, which reads gradients as they arrive (so does FSDP2, whose weights
-    `collect` knows). Nor when forward runs inside a backward pass (a reentrant checkpoint), where nobody can tell
-    whether a wrapper is at work; nor in a graph, which has no end-of-backward callback and outlives its mode.
+    Not beyond their arrival at the weight inside a DDP forward, which reads gradients as they arrive (so does FSDP2,
+    whose weights `collect` knows). Not at all when forward runs inside a backward pass (a reentrant checkpoint), where
+    nobody can tell whether a wrapper is at work; nor in a graph, which has no end-of-backward callback and outlives its
+    mode.
     """
     if _mode == "eager" or torch._C._current_graph_task_id() != -1 or is_tracing():
         return When.NOW
     if _mode == "flat":
         return When.BY_THE_WRAPPER
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        return When.NOW
+        return When.LENT
     return When.AT_THE_END
 
 
-def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
-    """The sum over all the groups, at once."""
-    for group in groups:
-        g = comm.all_reduce(g, group)
-    return g
+# ---------------------------------------------------------------------- tensors that somebody waits for
+def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
+    """A plain operand as an op on shards should take it, where the ranks of `groups` get parts of its gradient.
+
+    A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
+    the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
+    so that the parts of all tensors of one origin (six modulations of a block, all weights of DDP) are one collective.
+    """
+    if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():
+        return p
+    if p.grad_fn is None:
+        if may_defer() is not When.LENT or averaging.is_fully_sharded(p):
+            return p
+    elif not may_defer() or type(p.grad_fn) is _LENT_NODE:
+        return p
+    return _Lent.apply(p, _origin(p.grad_fn))
+
+
+def _origin(node: Any) -> int:
+    """Sequence number of the first node with several inputs on the way back: what runs after all its descendants did.
+
+    Not later: FSDP2 counts on it that the nodes of a module run before those of its inputs.
+    """
+    if node is None:
+        return 0
+    while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+        before = node.next_functions[0][0]
+        if hasattr(before, "variable"):
+            break
+        node = before
+    return node._sequence_nr()
+
+
+class _Lent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, number: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx._set_sequence_nr(number)
+        return p.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> Any:
+        """What was summed at once, and what waited."""
+        if not torch.is_grad_enabled():
+            for part in task_now().take(ctx):
+                g = part if g is None else g + part
+        return g, None
+
+
+_LENT_NODE: Any = _Lent._backward_cls  # type: ignore[attr-defined]
 
 
 def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[bool, Tensor | None]:
-    """Take over the partial gradient `g` of the leaf behind `node`.
+    """Take over the partial gradient `g` of the leaf, or of the lent tensor, behind `node`.
 
     Returns:
         Whether that was possible, else `g` must be summed at once; and what the node gets for now.
 
     Every rank answers alike: the graph, the hooks and the mode are the same on all ranks.
     """
-    weight = _leaf(node) if when else None
+    if not when or torch.is_grad_enabled():
+        return False, None
+    if node.__class__ is _LENT_NODE:
+        if torch._C._will_engine_execute_node(node):
+            task_now().add(node, g, groups)
+        return True, None
+    weight = _leaf(node) if when is not When.LENT else None
     if weight is None:
         return False, None
     if when is When.AT_THE_END and averaging.is_fully_sharded(weight):
@@ -110,14 +159,12 @@ def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[
         return True, None
     if when is When.BY_THE_WRAPPER:
         return True, g * scale
-    (_tasks.get(torch._C._current_graph_task_id()) or _new_task()).add(weight, g, groups)
+    task_now().add(weight, g, groups)
     return True, None
 
 
 def _leaf(node: Any) -> Tensor | None:
     """The weight whose gradient the node accumulates, if nobody looks at it on the way."""
-    if torch.is_grad_enabled():
-        return None
     weight = getattr(node, "variable", None)
     if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
@@ -142,92 +189,3 @@ def again(ctx: Any, rule: Any, tensors: tuple[Tensor | None, ...], g: Tensor) ->
         next(found) if needed and t is not None else None
         for t, needed in zip(tensors, ctx.needs_input_grad, strict=False)
     )
-
-
-@dataclass
-class _Bucket:
-    """Partial gradients that travel together."""
-
-    groups: tuple[str, ...]
-    items: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    nbytes: int = 0
-    flat: Tensor | None = None
-    work: dist.Work | None = None
-
-    def launch(self) -> None:
-        """Start the sum over the first group."""
-        # Always a copy: a gradient may be shared with another input of its op, and the sum is made in place.
-        self.flat = _flatten([g for _, g in self.items])
-        if len(self.items) == 1:
-            self.flat = self.flat.clone()
-        self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
-
-    def finish(self) -> None:
-        """Wait, sum over the other groups, and add to `.grad`."""
-        assert self.flat is not None
-        if self.work is not None:
-            self.work.wait()
-        flat = sum_over(self.flat, self.groups[1:])
-        for (weight, _), g in zip(self.items, _unflatten(flat, [g for _, g in self.items]), strict=True):
-            if weight.data_ptr() == 0 and weight.numel():
-                raise RuntimeError(
-                    "a sharded weight was freed before its gradient was summed over the domain mesh; "
-                    "run forward and backward under dpzoo.shard.grad_sync('eager')"
-                )
-            accumulate(weight, g)
-
-
-def accumulate(weight: Tensor, g: Tensor) -> None:
-    """Add to `weight.grad` as autograd does: into the tensor that is there, else a tensor in the weight's layout."""
-    before = weight.grad
-    if before is not None:
-        before.add_(g)
-    elif weight.is_contiguous():
-        weight.grad = g if g.dtype is weight.dtype else g.to(weight.dtype)
-    else:
-        weight.grad = torch.empty_like(weight).copy_(g)
-
-
-class _Task:
-    """The buckets of one backward pass."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._open: dict[Any, _Bucket] = {}
-        self._sent: list[_Bucket] = []
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
-
-    def add(self, weight: Tensor, g: Tensor, groups: tuple[str, ...]) -> None:
-        key = (groups, g.dtype, g.device)
-        bucket = self._open.get(key)
-        if bucket is None:
-            bucket = self._open[key] = _Bucket(groups)
-        bucket.items.append((weight, g))
-        bucket.nbytes += g.nbytes
-        if bucket.nbytes >= BUCKET_BYTES:
-            self._send(self._open.pop(key))
-
-    def _send(self, bucket: _Bucket) -> None:
-        bucket.launch()
-        self._sent.append(bucket)
-
-    def _finish(self) -> None:
-        _tasks.pop(self._number, None)
-        with torch.no_grad():
-            for bucket in self._open.values():
-                self._send(bucket)
-            for bucket in self._sent:
-                bucket.finish()
-
-
-_MAX_TASKS = 16
-_tasks: OrderedDict[int, _Task] = OrderedDict()
-
-
-def _new_task() -> _Task:
-    """The collector of the backward pass that has just begun (nested passes have their own)."""
-    number = torch._C._current_graph_task_id()
-    task = _tasks[number] = _Task(number)
-    while len(_tasks) > _MAX_TASKS:  # passes that failed never finish
-        _tasks.popitem(last=False)
-    return task

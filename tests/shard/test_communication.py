@@ -5,16 +5,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dpzoo.shard import Replicate, Shard, gradients, manual_seed, scatter_tensor
+from dpzoo.shard import Replicate, Shard, gradient_buckets, manual_seed, scatter_tensor
+from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import distributed, domain_mesh, grid_mesh
 
 SIZES = {1: (9,), 2: (7, 2), 3: (5, 0, 4)}
 
 
-def cut(*shape, dim=1, **more):
-    mesh = domain_mesh()
+def cut(*shape, dim=1, mesh=None, **more):
+    mesh = mesh or domain_mesh()
     full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return scatter_tensor(full, 0, mesh, [Shard(dim)], sizes={0: SIZES[mesh.size()]}, **more)
+    first = mesh.mesh.flatten()[0].item()
+    return scatter_tensor(full, first, mesh, [Shard(dim)], sizes={0: SIZES[mesh.size()]}, **more)
 
 
 def count(call):
@@ -101,13 +103,46 @@ def test_one_sum_for_an_mlp(ranks):
 def test_large_weights_start_early():
     """Each full bucket is sent while backward goes on."""
     net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, 2 * 8 * 8 * 4
+    before, gradient_buckets.BUCKET_BYTES = gradient_buckets.BUCKET_BYTES, 2 * 8 * 8 * 4
     try:
         loss = net(cut(2, 9, 8)).sum()
         number, _ = count(loss.backward)
     finally:
-        gradients.BUCKET_BYTES = before
+        gradient_buckets.BUCKET_BYTES = before
     assert number == 2
+
+
+class Modulated(nn.Module):
+    """An MLP whose norm and branch are scaled by numbers that other weights compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.modulation, self.inner = nn.Linear(3, 24), nn.Linear(8, 8)
+
+    def forward(self, x, condition):
+        shift, scale, gate = self.modulation(condition).chunk(3, 1)
+        x = nn.functional.layer_norm(x, (8,)) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+        return x + gate.unsqueeze(1) * self.inner(x)
+
+
+@distributed(ranks=2)
+def test_one_sum_for_all_that_a_layer_computes_from_a_condition():
+    """And one for the weights: not one for each of the three modulations."""
+    net = Modulated()
+    loss = net(cut(2, 9, 8), torch.randn(2, 3)).sum()
+    number, _ = count(loss.backward)
+    assert number == 2
+
+
+@distributed(ranks=4)
+def test_one_sum_for_all_weights_inside_ddp():
+    mesh = grid_mesh()
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8))
+    wrapped = nn.parallel.DistributedDataParallel(net, process_group=mesh["ddp"].get_group())
+    loss = wrapped(cut(2, 9, 8, mesh=mesh["domain"])).sum()
+    with count_traffic() as sent:  # without what DDP itself sends
+        loss.backward()
+    assert sent.calls == 1
 
 
 @distributed(ranks=2)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dpzoo.shard import Replicate, Shard, ShardTensor, grad_sync, gradients, scatter_tensor
+from dpzoo.shard import Replicate, Shard, ShardTensor, grad_sync, gradient_buckets, scatter_tensor
 from dpzoo.testing import distributed, domain_mesh, grid_mesh
 
 ROWS = 7
@@ -75,11 +75,11 @@ def test_complete_when_backward_returns(mode):
 
 @distributed(ranks=3)
 def test_small_buckets_are_the_same():
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, 64
+    before, gradient_buckets.BUCKET_BYTES = gradient_buckets.BUCKET_BYTES, 64
     try:
         both(plain_loss, rounds=2)
     finally:
-        gradients.BUCKET_BYTES = before
+        gradient_buckets.BUCKET_BYTES = before
 
 
 @distributed(ranks=2)
@@ -186,6 +186,68 @@ def test_weights_that_are_computed():
         (y * model[2].weight.sum()).sum().backward()
 
     both(scaled)
+
+
+class Modulated(nn.Module):
+    """Rows scaled and shifted by what a layer computes from a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.condition, self.inner = nn.Linear(3, 8), nn.Linear(4, 4)
+
+    def forward(self, x, condition):
+        scale, shift = self.condition(condition).chunk(2)
+        y = nn.functional.layer_norm(self.inner(x), (4,), scale, shift) * scale
+        return y + shift * scale  # a plain term: mixes with the parts on the way to the weights
+
+
+def modulated():
+    torch.manual_seed(3)
+    return Modulated().double()
+
+
+@pytest.mark.parametrize("mode", ["bucket", "eager", "flat"])
+@pytest.mark.parametrize("small", [False, True])
+@distributed(ranks=[2, 3])
+def test_modulations(mode, small):
+    """Parts of tensors that are not leaves wait for each other; what reads their gradients sees the whole."""
+    seen, fixed = [], sample(3, seed=8)
+    before = gradient_buckets.BUCKET_BYTES
+    gradient_buckets.BUCKET_BYTES = 40 if small else before
+
+    def step(model, x):
+        condition = fixed.clone().requires_grad_(True)
+        y = model(x, condition)
+        (y**2).sum().backward(retain_graph=True)
+        y.sum().backward()
+        seen.append(condition.grad)
+
+    try:
+        with grad_sync(mode):
+            both(step, modulated, rounds=2)
+    finally:
+        gradient_buckets.BUCKET_BYTES = before
+    for got, want in zip(seen[2:], seen[:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@distributed(ranks=3)
+def test_who_reads_the_gradient_of_a_modulation_sees_all_of_it():
+    found = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        weight = sample(4, seed=2).requires_grad_(True)
+        scale = weight.exp()
+        scale.retain_grad()
+        hooked = []
+        scale.register_hook(lambda g, h=hooked: h.append(g.clone()))
+        shift = weight * 2
+        loss = ((x * scale + shift) ** 2).mean()
+        (asked,) = torch.autograd.grad(loss, scale, retain_graph=True)
+        loss.backward(inputs=[shift, weight], retain_graph=True)
+        only = weight.grad.clone()
+        loss.backward()
+        found.append({"asked": asked, "hooked": hooked[-1], "kept": scale.grad, "only": only, "all": weight.grad})
+    same(found[1], found[0])
 
 
 @distributed(ranks=2)
@@ -335,7 +397,7 @@ def test_finished_passes_hold_nothing():
     model, x = mlp(), cut(sample(ROWS, 4))
     for _ in range(3):
         plain_loss(model, x)
-    assert not gradients._tasks
+    assert not gradient_buckets._tasks
 
 
 @distributed(ranks=2)
@@ -422,6 +484,38 @@ def test_ddp_over_the_other_axis(how):
         else:
             (wrapped(x) ** 2).sum().backward()
     same(grads(net), grads(alone))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("learned", [False, True])
+@distributed(ranks=4, timeout=60)
+def test_modulations_inside_wrappers(kind, learned):
+    """FSDP2 must find the weights of a modulation complete when the module's inputs have theirs, or never."""
+    mesh = grid_mesh()
+    batch, given = [sample(ROWS, 4, seed=s) for s in range(2)], sample(3, seed=8)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([modulated(), modulated()])
+            self.given = nn.Parameter(given.clone(), requires_grad=learned)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, self.given)
+            return x
+
+    alone, net = Net(), Net()
+    sum((alone(b) ** 2).sum() / 2 for b in batch).backward()
+    if kind == "fsdp":
+        for module in (*net.blocks, net):
+            fully_shard(module, mesh=mesh["ddp"])
+        run = net
+    else:
+        run = DistributedDataParallel(net, process_group=mesh["ddp"].get_group())
+    (run(cut(batch[mesh.get_local_rank("ddp")], mesh=mesh["domain"])) ** 2).sum().backward()
+    found = {k: g if g is None or kind == "ddp" else g.full_tensor() for k, g in grads(net).items()}
+    same(found, grads(alone))
 
 
 @distributed(ranks=4, timeout=60)

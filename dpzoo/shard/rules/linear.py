@@ -59,6 +59,7 @@ def linear(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if found is not None:
             out, groups = found
             if torch.is_grad_enabled():
+                weight, bias = gradients.lent(weight, groups), gradients.lent(bias, groups)
                 return _Linear.apply(input, weight, bias, out, groups)
             return wrap(F.linear(input._local_tensor, weight, bias), out)
     if bias is not None and _contraction_cut(input, weight):

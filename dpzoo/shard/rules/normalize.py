@@ -170,6 +170,7 @@ def layer_norm_call(
         plain = _is_plain(weight, spec, shape) and _is_plain(bias, spec, shape)
         if groups is not None and plain and not torch._C._is_any_autocast_enabled():
             if torch.is_grad_enabled():
+                weight, bias = gradients.lent(weight, groups), gradients.lent(bias, groups)
                 return _LayerNorm.apply(input, weight, bias, shape, eps, groups)
             out = torch.layer_norm(input._local_tensor, shape, weight, bias, eps)
             return wrap(out, spec.for_local(out))
