@@ -45,8 +45,17 @@ def resolve(func: Any) -> Callable[..., Any]:
 
     named = next((NAMED[n] for n in names_of(func) if n in NAMED), None)
     handler = named or function_door.classify(func)
+    if handler is function_door.fallback.gather_call and _known_below(func):
+        handler = function_door.native
     FUNCTIONS[func] = handler
     return handler
+
+
+def _known_below(op: Any) -> bool:
+    """Is this an aten op that only the door below autograd knows? Modes that count ops call those from Python."""
+    from dpzoo.shard import dispatch_door
+
+    return isinstance(op, torch._ops.OpOverload) and (op in DISPATCH or dispatch_door.is_pointwise(op))
 
 
 def resolve_op(op: Any) -> Callable[..., Any]:

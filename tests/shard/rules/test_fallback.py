@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpzoo.shard import (
     GatherWarning,
@@ -116,6 +117,17 @@ def test_strict_makes_no_collective():
     if torch.distributed.get_rank() == 0:
         with strict(), pytest.raises(MissingShardPatch):
             torch.linalg.svdvals(x)
+
+
+@distributed(ranks=2)
+def test_a_mode_that_counts_ops_changes_none_of_them():
+    """Such a mode calls the ops below autograd from Python."""
+    x = _cut(_numbers(4, 3), 0).requires_grad_(True)
+    with strict(), FlopCounterMode(display=False):
+        F.gelu(F.layer_norm(x, (3,)) * 2).sum().backward()
+    want = _numbers(4, 3).requires_grad_(True)
+    F.gelu(F.layer_norm(want, (3,)) * 2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), want.grad)
 
 
 @distributed(ranks=2)
@@ -271,3 +283,17 @@ def test_a_handler_may_give_a_result_of_other_dims():
         assert torch.equal(out.full_tensor(), torch.stack([full, full * 2], -1))
         out.sum().backward()
         assert torch.equal(x.grad.full_tensor(), torch.full_like(full, 3.0))
+
+
+@torch.overrides.wrap_torch_function(lambda tensors: tensors)
+def halve_all_(tensors):
+    for t in tensors:
+        t.mul_(0.5)
+
+
+@distributed(ranks=2)
+def test_an_unknown_function_that_writes_into_a_list_is_refused():
+    """On gathered copies it would do nothing, without a word."""
+    x = _cut(torch.ones(5, 2))
+    expect_error(lambda: halve_all_([x]), MissingShardPatch, "halve_all_")
+    assert torch.equal(x.full_tensor(), torch.ones(5, 2))
