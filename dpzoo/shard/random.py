@@ -1,6 +1,7 @@
 """Random numbers that do not depend on how a tensor is cut: each element's value comes from its global index.
 
-A draw is `hash(key, global index)`, with a new key for every call. Replicas agree, shards are independent, and after
+A draw is a splitmix64 stream (Steele, Lea and Flood 2014): number `i` of the stream that a key starts is a hash of the
+two alone, so any rank can make any element; each call has a new key. Replicas agree, shards are independent, and after
 `manual_seed` the same numbers come out for any number of ranks. A checkpoint that runs a region again restores torch's
 generator; the key of a call is found again by what that generator gives, so that dropout masks repeat as they must.
 """
@@ -49,7 +50,7 @@ def set_rng_state(state: Mapping[str, int | None]) -> None:
     _seen.clear()
 
 
-Key = int | Tensor  # in a graph, which draws anew at each call: a tensor of what a draw needs of it, see `_of_key`
+Key = int | Tensor  # in a graph, which draws anew at each call: a 0-d tensor
 
 
 def next_key(spec: ShardTensorSpec) -> Key:
@@ -77,9 +78,9 @@ def _key_now(groups: Sequence[str], device: str) -> int:
     return _mix_int(_seed ^ _mix_int(number + 1))
 
 
-def _of_key(key: Key) -> tuple[Any, Any]:
-    """The two summands that a key adds to an index."""
-    return (key[0], key[1]) if isinstance(key, Tensor) else (_signed(key), _signed(_mix_int(key)))
+def _of_key(key: Key) -> Any:
+    """Where the stream of a key starts, as int64."""
+    return key if isinstance(key, Tensor) else _signed(key)
 
 
 @torch.library.custom_op("dpzoo::draw", mutates_args=())
@@ -89,16 +90,19 @@ def _draw(groups: str, device: str) -> Tensor:
 
 @_draw.register_fake
 def _(groups: str, device: str) -> Tensor:
-    return torch.empty(2, dtype=torch.int64, device=device)
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 _draw.register_effect(EffectType.ORDERED)  # never left out, merged with another draw, or put in another order
 
 
+_STEP = 0x9E3779B97F4A7C15  # of splitmix64's counter
+
+
 def _mix_int(z: int) -> int:
-    """splitmix64 finaliser (Steele, Lea and Flood 2014) on a Python integer."""
+    """The next step of splitmix64 and its finaliser, on a Python integer."""
     full = (1 << 64) - 1
-    z = (z + 0x9E3779B97F4A7C15) & full
+    z = (z + _STEP) & full
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & full
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & full
     return z ^ (z >> 31)
@@ -112,11 +116,11 @@ def _shift(t: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     if bits == 0:
         return t
-    return (t >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    return torch.bitwise_right_shift(t, bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """As `_mix_int`, in place."""
+    """The finaliser of splitmix64, in place."""
     z ^= _shift(z, 30)
     z *= _signed(0xBF58476D1CE4E5B9)
     z ^= _shift(z, 27)
@@ -135,26 +139,39 @@ def _global_index(spec: ShardTensorSpec, device: torch.device, dims: int) -> Ten
     return index.expand(spec.local_shape[:dims])
 
 
+Numbers = Callable[[Key, Tensor], Tensor]
+
+
 def _drawn(
-    spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, numbers: Callable[[Key, Tensor], Tensor]
+    spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, numbers: Numbers, pairs: Numbers | None = None
 ) -> Tensor:
-    """`numbers(key, global index)` for every element of the shard, some lines at a time: they stay in the cache."""
+    """`numbers(key, global index)` for every element of the shard, some lines at a time: they stay in the cache.
+
+    Args:
+        pairs: `pairs(key, p)` gives the numbers at `2 * p` and `2 * p + 1` along a new last dim, for less.
+    """
     key = next_key(spec)
     most = _PIECE.get(device.type, 2**24)
     if is_tracing() or math.prod(spec.local_shape) <= most:
         return numbers(key, _global_index(spec, device, spec.ndim))
     lines = _global_index(spec, device, spec.ndim - 1).reshape(-1, 1)
-    line = torch.arange(spec.local_shape[-1], device=device) + spec.offsets()[-1]
-    out = torch.empty(len(lines), len(line), dtype=dtype, device=device)
-    for some, piece in zip(*(t.split(max(1, most // len(line))) for t in (lines, out)), strict=True):
-        piece.copy_(numbers(key, some + line))
+    length, start = spec.local_shape[-1], spec.offsets()[-1]
+    if pairs is not None and spec.shape[-1] % 2 == 0:  # every line begins with the same member of a pair
+        odd = start % 2
+        line = torch.arange(start // 2, (start + length + 1) // 2, device=device)
+        made = lambda some: pairs(key, (some >> 1) + line).flatten(1).narrow(1, odd, length)  # noqa: E731
+    else:
+        line = torch.arange(start, start + length, device=device)
+        made = lambda some: numbers(key, some + line)  # noqa: E731
+    out = torch.empty(len(lines), length, dtype=dtype, device=device)
+    for some, piece in zip(*(t.split(max(1, most // length)) for t in (lines, out)), strict=True):
+        piece.copy_(made(some))
     return out.view(spec.local_shape)
 
 
 def _hash_at(key: Key, index: Tensor) -> Tensor:
     """64 bits for every index."""
-    first, second = _of_key(key)
-    return _mix(_mix(index + first).add_(second))
+    return _mix((index * _signed(_STEP)).add_(_of_key(key)))
 
 
 def _bits_at(key: Key, index: Tensor) -> Tensor:
@@ -186,21 +203,33 @@ def chance_at(key: Key, index: Tensor, p: float) -> Tensor:
 def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:
     """The shard of a global tensor of standard normal numbers (Box and Muller 1958), float64, or float32 for narrower.
 
-    A float32 number needs no more than one hash, a half for its length and a half for its angle.
+    Elements `2 * p` and `2 * p + 1` of the tensor, row by row, are the two coordinates of one point.
     """
     narrow = spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return _drawn(spec, device, torch.float32 if narrow else torch.float64, _narrow_normal if narrow else _wide_normal)
+    polar = _narrow_polar if narrow else _wide_polar
+
+    def numbers(key: Key, index: Tensor) -> Tensor:
+        radius, angle = polar(key, index >> 1)
+        return radius * torch.where((index & 1).bool(), angle.sin(), angle.cos())
+
+    def pairs(key: Key, pair: Tensor) -> Tensor:
+        radius, angle = polar(key, pair)
+        # As complex numbers: torch interleaves those faster than it stacks.
+        return torch.view_as_real(torch.complex(angle.cos().mul_(radius), angle.sin_().mul_(radius)))
+
+    return _drawn(spec, device, torch.float32 if narrow else torch.float64, numbers, pairs)
 
 
-def _wide_normal(key: Key, index: Tensor) -> Tensor:
-    u, v = (_bits_at(key, index * 2 + s).to(torch.float64) for s in range(2))
-    return u.mul_(-(2.0**-53)).log1p_().mul_(-2.0).sqrt_() * v.mul_(2.0 * math.pi * 2.0**-53).cos_()
+def _wide_polar(key: Key, pair: Tensor) -> tuple[Tensor, Tensor]:
+    u, v = (_bits_at(key, pair * 2 + s).to(torch.float64) for s in range(2))
+    return u.mul_(-(2.0**-53)).log1p_().mul_(-2.0).sqrt_(), v.mul_(2.0 * math.pi * 2.0**-53)
 
 
-def _narrow_normal(key: Key, index: Tensor) -> Tensor:
-    bits = _hash_at(key, index)
+def _narrow_polar(key: Key, pair: Tensor) -> tuple[Tensor, Tensor]:
+    """One hash, a half for the radius and a half for the angle."""
+    bits = _hash_at(key, pair)
     u, v = _shift(bits, 32).to(torch.float32), bits.bitwise_and_(2**32 - 1).to(torch.float32)
-    return u.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_() * v.mul_(2.0 * math.pi * 2.0**-32).cos_()
+    return u.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_(), v.mul_(2.0 * math.pi * 2.0**-32)
 
 
 def integers(spec: ShardTensorSpec, device: torch.device, low: int, high: int) -> Tensor:
