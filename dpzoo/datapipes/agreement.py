@@ -1,16 +1,12 @@
-"""All ranks of a mesh go on together, or all of them raise.
+"""All ranks of a mesh go on together, or all of them raise a `DataError`; each sample is agreed upon before use."""
 
-A rank that meets a bad file and raises alone leaves the others waiting in their next collective. So each sample is
-agreed upon before use: one all-reduce of three integers per mesh axis, and text is exchanged only when something is
-wrong.
-"""
-
-from typing import cast
+from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dpzoo import agreement
+from dpzoo.agreement import Note
 from dpzoo.datapipes.errors import DataError
 
 
@@ -22,7 +18,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def raise_together(
-    error: Exception | None, mesh: DeviceMesh | None, digest: int = 0, digest_axis: str | tuple[str, ...] | None = None
+    error: Exception | None, mesh: DeviceMesh | None, digest: int = 0, digest_axis: str | Collection[str] | None = None
 ) -> None:
     """Return if no rank of `mesh` has an error and the digests agree; raise `DataError` on all of them otherwise.
 
@@ -33,12 +29,8 @@ def raise_together(
     Raises:
         DataError: on every rank, with the message of each rank that failed.
     """
-    if mesh is None or mesh.size() == 1:
-        if error is not None:
-            raise as_data_error(error)
-        return
-    if not _all_well(error is not None, mesh, digest, digest_axis):
-        _tell(error, mesh, digest)
+    axes = (digest_axis,) if isinstance(digest_axis, str) else digest_axis
+    agreement.raise_together(error, mesh, _tell, digest, axes)
 
 
 def as_data_error(error: Exception) -> DataError:
@@ -50,51 +42,16 @@ def as_data_error(error: Exception) -> DataError:
     return wrapped
 
 
-def gather_objects(value: object, mesh: DeviceMesh) -> list[object]:
-    """One picklable value of every rank of the mesh, in mesh order; slow, for set-up and errors."""
-    found = [value]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        parts: list[list[object]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(parts, found, group=group)
-        found = [item for part in parts for item in part]
-    return found
-
-
-def _all_well(failed: bool, mesh: DeviceMesh, digest: int, digest_axis: str | tuple[str, ...] | None) -> bool:
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    axes = (digest_axis,) if isinstance(digest_axis, str) else digest_axis or ()
-    bad = int(failed)
-    for axis, name in enumerate(names):
-        if mesh.size(axis) == 1:
-            continue
-        compared = digest if digest_axis is None or name in axes else 0
-        verdict = torch.tensor([bad, compared, -compared], dtype=torch.int64, device=device_of(mesh))
-        dist.all_reduce(verdict, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        bad, highest, negated_lowest = verdict.tolist()
-        bad = int(bad or highest != -negated_lowest)
-    # A disagreement seen on the last axis has not travelled along the first ones yet.
-    for axis in range(mesh.ndim - 1):
-        if mesh.size(axis) == 1:
-            continue
-        verdict = torch.tensor([bad], dtype=torch.int64, device=device_of(mesh))
-        dist.all_reduce(verdict, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        bad = int(verdict.item())
-    return not bad
-
-
-def _tell(error: Exception | None, mesh: DeviceMesh, digest: int) -> None:
-    text = None if error is None else str(as_data_error(error))
-    everyone = cast(list[tuple[int, str | None, int]], gather_objects((dist.get_rank(), text, digest), mesh))
+def _tell(notes: list[Note], mine: Exception | None) -> DataError:
+    if len(notes) == 1 and mine is not None:
+        return as_data_error(mine)
     failed: dict[str, list[int]] = {}
-    for rank, found, _ in everyone:
-        if found is not None:
-            failed.setdefault(found, []).append(rank)
+    for note in notes:
+        if note.kind is not None:
+            failed.setdefault(note.text if note.kind == DataError.__name__ else note.full, []).append(note.rank)
     if failed:
-        message = "; ".join(f"{found} [met on rank {', '.join(map(str, ranks))}]" for found, ranks in failed.items())
-    else:
-        message = (
-            "the ranks of one domain group see different data (rank, digest of names and sizes): "
-            f"{[(rank, d) for rank, _, d in everyone]}; check that all of them read the same files and configuration"
-        )
-    raise DataError(message) from error
+        return DataError("; ".join(f"{found} [met on rank {', '.join(map(str, on))}]" for found, on in failed.items()))
+    return DataError(
+        "the ranks of one domain group see different data (rank, digest of names and sizes): "
+        f"{[(note.rank, note.digest) for note in notes]}; check that all of them read the same files and configuration"
+    )

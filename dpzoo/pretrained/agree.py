@@ -1,4 +1,4 @@
-"""Steps that can fail on one rank alone, made to fail on all of them."""
+"""The ranks that load together: steps that can fail on one of them alone fail on all, with an error of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dpzoo.shard import collectives as comm
+from dpzoo import agreement
+from dpzoo.agreement import Note
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.weights import DamagedWeightsError, UnsafeWeightsError, WeightsError, WeightsMismatchError
 
@@ -23,18 +24,19 @@ class Team:
     """The ranks that load together; without a mesh this process alone.
 
     Attributes:
-        layout: Of the mesh, None without one.
+        mesh, layout: None without one.
         is_first: Is this the rank that reads for all?
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.mesh = mesh
         self.layout = None if mesh is None else MeshLayout.of(mesh)
         self.is_first = self.layout is None or all(c == 0 for c in self.layout.coords)
         self.is_many = self.layout is not None and len(self.layout.ranks) > 1
 
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of every rank, the first rank's first."""
-        return [value] if self.layout is None else comm.gather_over_mesh(value, self.layout)
+        return [value] if self.mesh is None else agreement.gather(value, self.mesh)
 
     def together(self, step: Callable[[], T], who: str = "all") -> T:
         """Run ``step`` on all ranks, or on the ``"first"`` alone (the others then get None), and compare notes.
@@ -42,28 +44,20 @@ class Team:
         Raises:
             Exception: on every rank, what the lowest rank that failed has raised.
         """
-        value: Any = None
-        error: Exception | None = None
-        if who == "all" or self.is_first:
-            try:
-                value = step()
-            except Exception as caught:
-                error = caught
-        self.settle(error)
-        return value
+        skips = who == "first" and not self.is_first
+        return agreement.together((lambda: None) if skips else step, self.mesh, _tell)  # type: ignore[arg-type, return-value]
 
     def settle(self, error: Exception | None) -> None:
         """Raise on every rank if any rank brings an error."""
-        if not self.is_many:
-            if error is not None:
-                raise error
-            return
-        assert self.layout is not None
-        notes = self.gather(None if error is None else (type(error).__name__, str(error)))
-        failed = [(rank, note) for rank, note in zip(self.layout.ranks, notes, strict=True) if note is not None]
-        if not failed:
-            return
-        rank, (kind, message) = failed[0]
-        where = "" if len({note for _, note in failed}) == 1 and len(failed) == len(notes) else f"rank {rank}: "
-        text = message if kind in _KINDS else f"{kind}: {message}"
-        raise _KINDS.get(kind, WeightsError)(where + text) from error
+        agreement.raise_together(error, self.mesh, _tell)
+
+
+def _tell(notes: list[Note], mine: Exception | None) -> Exception:
+    if len(notes) == 1 and mine is not None:
+        return mine
+    failed = [note for note in notes if note.kind is not None]
+    first = failed[0]
+    alike = len(failed) == len(notes) and len({note.full for note in failed}) == 1
+    where = "" if alike else f"rank {first.rank}: "
+    kind = _KINDS.get(first.kind or "")
+    return WeightsError(where + first.full) if kind is None else kind(where + first.text)

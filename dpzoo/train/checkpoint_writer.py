@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dpzoo import agreement
+from dpzoo.agreement import Note
 from dpzoo.train.checkpoint_files import FileRecord, folder_name, keep_newest, open_partial, publish
 from dpzoo.train.team import Team
 
@@ -212,16 +214,12 @@ def _written(plan: _Plan) -> "Future[Written]":
 
 def together(team: Team, problem: str, work: Callable[[], T]) -> T:
     """`work()` on every rank; what it raises on one becomes a CheckpointError on all, which names rank and reason."""
-    found, failure, cause = None, None, None
-    try:
-        found = work()
-    except Exception as error:
-        failure, cause = f"{type(error).__name__}: {error}", error
-    failures = team.gather(failure)
-    if any(failures):
-        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
-        raise CheckpointError(f"{problem} ({reasons})") from cause
-    return found  # type: ignore[return-value]
+
+    def tell(notes: list[Note], mine: Exception | None) -> CheckpointError:
+        reasons = "; ".join(f"rank {note.rank}: {note.full}" for note in notes if note.kind is not None)
+        return CheckpointError(f"{problem} ({reasons})")
+
+    return agreement.together(work, team.mesh, tell)
 
 
 def _by_first(team: Team, problem: str, value: T, share: Callable[[list[T]], list[U]]) -> U:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dpzoo.datapipes.agreement import gather_objects, raise_together
+from dpzoo.agreement import gather
+from dpzoo.datapipes.agreement import raise_together
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.grid.cut import aligned_sizes
 from dpzoo.datapipes.grid.dataset import INVARIANTS, GridDataset, GridIndex
@@ -45,7 +46,7 @@ def compute_grid_statistics(
     except Exception as failure:
         error = failure
     raise_together(error, mesh)
-    everyone = [found] if mesh is None else cast(list[Found], gather_objects(found, mesh))
+    everyone = [found] if mesh is None else cast(list[Found], gather(found, mesh))
     total = everyone[0]
     for other in everyone[1:]:
         total = {name: [merged(a, b) for a, b in zip(total[name], other[name], strict=True)] for name in total}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dpzoo.datapipes.agreement import device_of, gather_objects
+from dpzoo.agreement import gather
+from dpzoo.datapipes.agreement import device_of
 from dpzoo.datapipes.points.dataset import CarPart
 from dpzoo.shard import Replicate, Shard, ShardTensor, scatter_tensor
 
@@ -91,7 +92,7 @@ def _tensor(
 def _scattered(part: CarPart, domain: DeviceMesh) -> dict[str, Tensor]:
     """Send each rank its rows; `part` of the first rank holds them all, and it learns the rest here."""
     first = int(domain.mesh.flatten()[0])
-    told = gather_objects((part.sizes, part.totals, part.attributes), domain)[0]
+    told = gather((part.sizes, part.totals, part.attributes), domain)[0]
     part.sizes, part.totals, part.attributes = told  # type: ignore[misc]
     tensors: dict[str, Tensor] = {}
     for name, sizes in part.sizes.items():

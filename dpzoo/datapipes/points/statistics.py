@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dpzoo.datapipes.agreement import gather_objects, raise_together
+from dpzoo.agreement import gather
+from dpzoo.datapipes.agreement import raise_together
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.moments import Moments as Moments
 from dpzoo.datapipes.moments import merged
@@ -91,7 +92,7 @@ def compute_statistics(
     except Exception as failure:
         error = failure
     raise_together(error, mesh)
-    everyone = [found] if mesh is None else cast(list[list[Moments | None]], gather_objects(found, mesh))
+    everyone = [found] if mesh is None else cast(list[list[Moments | None]], gather(found, mesh))
     for other in everyone[1:]:
         everyone[0] = [merged(old, new) for old, new in zip(everyone[0], other, strict=True)]
     return Statistics({name: m for name, m in zip(names, everyone[0], strict=True) if m is not None})
