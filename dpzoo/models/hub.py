@@ -19,6 +19,7 @@ from dpzoo.models.build_record import BuildRecord, recall, remember
 from dpzoo.models.foreign_configs import foreign_call
 from dpzoo.models.registry import create_model, is_registered
 from dpzoo.weights import WeightsError, load_weights, model_config, open_weights, write_folder
+from dpzoo.weights.dialects.noted import grid_to_note
 from dpzoo.weights.places import check_sha256, locate
 
 _CLASSES: dict[str, type[HubMixin]] = {}
@@ -156,7 +157,9 @@ def config_of(model: nn.Module, extra: Mapping[str, Any] | None = None) -> dict[
         )
     arguments = {name: _described(value) for name, value in _named(record).items()}
     dtypes = {t.dtype for t in _tensors(model).values() if t.is_floating_point()}
-    return model_config(record.builder, arguments, dtypes.pop() if len(dtypes) == 1 else None, extra)
+    config = model_config(record.builder, arguments, dtypes.pop() if len(dtypes) == 1 else None, extra)
+    grid = grid_to_note(model)
+    return config if grid is None else {**config, "position_grid": grid}
 
 
 def known_config(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -15,6 +15,7 @@ from dpzoo.train.checkpoint_files import METADATA, find_damage, in_order_of_tria
 from dpzoo.train.checkpoint_writer import CheckpointError
 from dpzoo.train.team import Team
 from dpzoo.weights import WeightsError, WeightSource, open_weights, write_folder
+from dpzoo.weights.dialects.noted import grid_to_note
 
 MODEL = "model.json"
 
@@ -27,6 +28,8 @@ def record_model(model: nn.Module, folder: Path, team: Team) -> None:
         config = config_of(model)
     except WeightsError:
         config = {"library_name": "dpzoo", "class": f"{type(model).__module__}.{type(model).__qualname__}"}
+        if (grid := grid_to_note(model)) is not None:
+            config["position_grid"] = grid
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MODEL).write_text(json.dumps(config, indent=1))
 

@@ -13,6 +13,7 @@ from dpzoo.models.diffusion import EDMPreconditioner
 from dpzoo.models.hub import HubMixin, build_from_config, config_of
 from dpzoo.models.registry import create_tiny_model
 from dpzoo.weights import DamagedWeightsError, WeightsError
+from dpzoo.weights.resampling import resample_positions
 from tests.models.lively import liven
 
 SMALL = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 3}
@@ -209,3 +210,33 @@ def test_registered_by_others(tmp_path, monkeypatch):
 
     assert config_of(create_model("my_linear", size=3))["arguments"] == {"size": 3}
     assert build_from_config({"model": "my_linear", "arguments": {"size": 3}}).weight.shape == (3, 3)
+
+
+class TestGridOfPositions:
+    """Rows of a position embedding do not tell their grid: ``config.json`` does."""
+
+    def test_goes_into_a_folder_and_is_used_for_another_size(self, tmp_path):
+        @register_model
+        def wide_vit(img_size: tuple[int, int] = (12, 20), **arguments) -> ViT:
+            small = {"patch_size": 4, "in_chans": 2, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 3}
+            return ViT(img_size=img_size, **{**small, **arguments})
+
+        model = create_model("wide_vit")
+        model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert (config["arguments"], config["position_grid"]) == ({}, [3, 5])
+        assert same(ViT.from_pretrained(tmp_path), model)
+        wider = ViT.from_pretrained(tmp_path, img_size=(16, 24))
+        expected = resample_positions(model.pos_embed, (3, 5), (4, 6), prefix_tokens=1)
+        torch.testing.assert_close(wider.pos_embed, expected, rtol=0, atol=2e-6)
+        wider.save_pretrained(tmp_path / "wider")
+        assert json.loads((tmp_path / "wider" / "config.json").read_text())["position_grid"] == [4, 6]
+
+    def test_of_a_model_inside_a_model(self):
+        network = DiT((8, 12), 4, 2, embed_dim=16, depth=1, num_heads=2, pos_embed="learned")
+        assert config_of(EDMPreconditioner(network, sigma_data=[0.5, 0.7]))["position_grid"] == [2, 3]
+
+    def test_is_not_noted_where_there_are_no_positions(self):
+        network = DiT((8, 12), 4, 2, embed_dim=16, depth=1, num_heads=2, pos_embed="none")
+        assert "position_grid" not in config_of(network)
+        assert "position_grid" not in config_of(create_tiny_model(list_models("unet")[0]))

@@ -59,8 +59,10 @@ def test_what_two_ranks_trained_loads_as_plain_weights(asked, shift, run, tmp_pa
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value + (shift if name in parameters else 0))
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model"] == NAME
+    assert (config["model"], config["position_grid"]) == (NAME, [2, 3])
     assert config["extra"] == {"step": 4, "averaged": bool(shift)}
+    wider = ViT.from_pretrained(tmp_path, img_size=(48, 64))
+    assert wider.pos_embed.shape == (1, 1 + 3 * 4, 24)
     built = ViT.from_pretrained(tmp_path)
     x = torch.randn(1, 3, 32, 48)
     model.load_state_dict(weights)

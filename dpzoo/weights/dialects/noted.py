@@ -5,6 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor, nn
+
+EMBEDDERS = ("patch_embed", "x_embedder")
+"""What the zoo's models call the module that makes patches, beside their ``pos_embed``."""
+
+
+def grid_to_note(model: nn.Module) -> list[int] | None:
+    """Patches along each dim of a model's position embedding, for ``"position_grid"`` of its config; or None.
+
+    The rows of the embedding do not tell it, nor do arguments that were left to the defaults of a named model.
+    """
+    found = set()
+    for module in model.modules():
+        if isinstance(getattr(module, "pos_embed", None), Tensor):
+            sizes = (getattr(getattr(module, name, None), "grid_size", None) for name in EMBEDDERS)
+            found |= {tuple(size) for size in sizes if size is not None}
+    return list(found.pop()) if len(found) == 1 else None
+
 
 def grid_of_config(config: Mapping[str, Any] | None, patch: Sequence[int]) -> tuple[int, ...] | None:
     """Patches along each dim, from what the writers of timm, diffusers, PhysicsNeMo and dpzoo files note; or None."""
