@@ -98,7 +98,7 @@ def redistribute(
 ) -> ShardTensor:
     """See `ShardTensor.redistribute`."""
     spec = x._spec
-    if mesh is not None and MeshLayout.of(mesh) is not spec.layout:
+    if mesh is not None and not MeshLayout.of(mesh).equals(spec.layout):
         raise LayoutError(
             f"redistribute cannot change the mesh ({spec.layout} to {mesh}): gather with full_tensor() and scatter "
             "again"

@@ -142,9 +142,10 @@ def _exit(layout: Any, labels: Any, dims: Dims, choices: Any) -> _Exit:
 
 
 def same_mesh(func: Any, tensors: Sequence[Tensor]) -> Any:
-    """The mesh of the sharded operands; raises `LayoutError` when they live on different ones."""
+    """The mesh of the sharded operands, the first's of equal ones; raises `LayoutError` when they differ."""
     layouts = {t._spec.layout: None for t in tensors if isinstance(t, ShardTensor)}
-    if len(layouts) > 1:
+    first = next(iter(layouts))
+    if len(layouts) > 1 and not all(layout.equals(first) for layout in layouts):
         from dpzoo.shard.diagnose import op_name, operands_text, where
         from dpzoo.shard.errors import LayoutError
 
@@ -152,4 +153,4 @@ def same_mesh(func: Any, tensors: Sequence[Tensor]) -> Any:
             f"{op_name(func)}{where()}: operands live on different meshes {list(layouts)} ({operands_text(tensors)}); "
             "bring them onto one mesh, e.g. full_tensor() and scatter_tensor"
         )
-    return next(iter(layouts))
+    return first

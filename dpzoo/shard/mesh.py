@@ -1,8 +1,9 @@
 """The mesh as the core sees it: names and integers, so that a spec can be hashed, copied and pickled.
 
-A `MeshLayout` is interned: the same device mesh gives the same object. It keeps no ProcessGroup alive, also not through
-a DeviceMesh: caches would hold the groups beyond `destroy_process_group`, and their threads would still run when the
-process ends (it then aborts now and then). Groups are found by name; the mesh is made anew from them if it is gone.
+A `MeshLayout` is interned: the same device mesh gives the same object, a mesh that was built twice gives two that are
+equal (`equals`). It keeps no ProcessGroup alive, also not through a DeviceMesh: caches would hold the groups beyond
+`destroy_process_group`, and their threads would still run when the process ends (it then aborts now and then). Groups
+are found by name; the mesh is made anew from them if it is gone.
 """
 
 import weakref
@@ -66,6 +67,19 @@ class MeshLayout:
         elif found._mesh() is None:
             found._mesh = weakref.ref(mesh)
         return found
+
+    def equals(self, other: "MeshLayout") -> bool:
+        """Is it the same mesh, perhaps built anew over groups of its own? As torch compares meshes.
+
+        Each keeps its groups: a mesh may have been built twice so that two threads can communicate side by side. Where
+        tensors of both meet, all ranks use the groups of the same operand.
+        """
+        return self is other or (self.device_type, self.shape, self.names, self.ranks) == (
+            other.device_type,
+            other.shape,
+            other.names,
+            other.ranks,
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:

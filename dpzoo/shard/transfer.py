@@ -29,7 +29,7 @@ def move(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
 @lru_cache(maxsize=8192)
 def steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[Step, ...]:
     """The steps that lead from `src` to `dst` (dtype ignored); empty when nothing moves."""
-    assert src.shape == dst.shape and src.layout is dst.layout, f"{src} and {dst} are not the same tensor"
+    assert src.shape == dst.shape and src.layout.equals(dst.layout), f"{src} and {dst} are not the same tensor"
     cuts, sizes, out = list(src.cuts), list(src.sizes), []
 
     def settle(axis: int, cut: Cut, new_sizes: tuple[int, ...]) -> None:
