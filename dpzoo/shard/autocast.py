@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dpzoo.shard.spec import ShardTensorSpec
 
 is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 Ask = Callable[[Any, Callable[..., Tensor], Any, Any], Any]
 
 
@@ -31,6 +31,14 @@ def _pads(func: Any, zeros: Callable[..., Tensor], args: Any, kwargs: Any) -> An
 
 def _pools(func: Any, zeros: Callable[..., Tensor], args: Any, kwargs: Any) -> Any:
     return func(zeros(*[1] * (int(func.__name__.split("d_")[0].rstrip("d")[-1]) + 2)), 1)
+
+
+def _resizes(func: Any, zeros: Callable[..., Tensor], args: Any, kwargs: Any) -> Any:
+    mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
+    if mode != "area":
+        return F.interpolate(zeros(1, 1, 1, 1), 1, mode="bilinear")
+    shape = [1] * (args[0] if args else kwargs["input"]).ndim  # an adaptive pool, which autocast tells apart by dims
+    return F.interpolate(zeros(*shape), 1, mode="area")
 
 
 def _alone(func: Any, zeros: Callable[..., Tensor], args: Any, kwargs: Any) -> Any:
@@ -53,7 +61,7 @@ _ASK: dict[str, Ask] = {
     "linalg.norm": _alone,
     "logsumexp": lambda func, zeros, args, kwargs: torch.logsumexp(zeros(1, 1), 0),
     "group_norm": lambda func, zeros, args, kwargs: F.group_norm(zeros(1, 1, 2), 1),
-    "interpolate": lambda func, zeros, args, kwargs: F.interpolate(zeros(1, 1, 1, 1), (1, 1), mode="bilinear"),
+    "interpolate": _resizes,
     "cosine_similarity": _paired,
     "dist": _paired,
     "cosine_embedding_loss": lambda func, zeros, args, kwargs: F.cosine_embedding_loss(
@@ -74,7 +82,7 @@ def widening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(func: Any, *args: Any, **kwargs: Any) -> Any:
         if is_on():
-            low = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype in _HALF), None)
+            low = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype in HALF), None)
             if low is not None and _widens(name, ask, func, low, args, kwargs):
                 args = tuple(_wide(a) for a in args)
                 kwargs = {k: v if k == "out" else _wide(v) for k, v in kwargs.items()}
@@ -84,16 +92,16 @@ def widening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
 
 
 def _widens(name: str, ask: Ask, func: Any, low: Tensor, args: Any, kwargs: Any) -> bool:
     device, dtype = low.device, low.dtype
     if not autocasts(device.type):
         return False
-    given = (*args, *kwargs.values())  # the mode of a pad, and of how many dims it is
+    given = (*args, *kwargs.values())  # the mode of a pad or a resize, and of how many dims a pad is
     static = tuple(a if isinstance(a, str) else len(a) for a in given if isinstance(a, (str, tuple, list)))
-    key = (name, func, static, device.type, dtype, torch.get_autocast_dtype(device.type))
+    key = (name, func, static, low.ndim, device.type, dtype, torch.get_autocast_dtype(device.type))
     if key not in _WIDENS:
         with _disable_current_modes(), torch.no_grad():
             out = ask(func, lambda *shape: torch.zeros(shape, dtype=dtype, device=device), args, kwargs)
@@ -124,13 +132,13 @@ def summands(
     Returns:
         The local op, and the dtype that the sum is rounded to; `local` itself and None if that is not half precision.
     """
-    if not is_on() and not any(s.dtype in _HALF for s in operands):
+    if not is_on() and not any(s.dtype in HALF for s in operands):
         return local, None
     kind = operands[0].layout.device_type
     with _disable_current_modes(), torch.no_grad():
         few = [torch.zeros([min(n, 2) for n in s.shape], dtype=s.dtype, device=kind) for s in operands]
         dtype = local(*few).dtype
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return local, None
 
     def run(*tensors: Tensor) -> Tensor:

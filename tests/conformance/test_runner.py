@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conformance.cases import sizes_for
+from tests.conformance.catalog import SEED, Entry, Sample
 from tests.conformance.judge import FAILURES, difference
 from tests.conformance.records import Records, kinds_text
 from tests.conformance.table import render
 from tests.conformance.targets import Piece
+from tests.conformance.truth import compute_truth
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +87,21 @@ def test_right_shards_differ_in_nothing() -> None:
 )
 def test_differences_are_named(pieces: list[object], truth: object, words: str) -> None:
     assert words in difference(pieces, truth, "value")
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        (lambda x: x + 1, "value"),
+        (lambda x: x + torch.rand(2), "finite"),
+        (lambda x: torch.dropout(x, 0.0, True), "value"),
+        # The next two seeds happen to give what the first gave.
+        (lambda x: x + (torch.initial_seed() > SEED + 2) * (torch.rand(()) >= 0), "finite"),
+    ],
+)
+def test_random_results_are_told_apart(call: Callable[..., torch.Tensor], how: str) -> None:
+    entry = Entry("made up", "errors", "pointwise", None)
+    assert compute_truth(entry, Sample(call, (torch.ones(3, 2),), {})).how == how
 
 
 def test_random_replicas_must_be_equal() -> None:

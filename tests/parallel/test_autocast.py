@@ -62,6 +62,7 @@ ROWS = {
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2, padding=1), (1, 2, 9, 3, 3), 2),
     "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x, (4, 2, 1)), (1, 2, 9, 3, 3), 2),
     "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, (4, 2, 1)), (1, 2, 9, 3, 3), 2),
+    "area, 3-D": (lambda x: F.interpolate(x, (4, 2, 3), mode="area"), (1, 2, 9, 3, 3), 2),
     "prod": (lambda x: x.prod(0), (9, 4), 0),
     "trace": (lambda x: x.trace(), (5, 5), 0),
     "cdist": (lambda x: torch.cdist(x, x.sin()), (30, 4), 0),
@@ -75,6 +76,7 @@ ROWS = {
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, stride=2, padding=1), (1, 2, 9, 3), 2),
     "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, (4, 2)), (1, 2, 9, 3), 2),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), (1, 2, 9, 3), 2),
+    "area, 2-D": (lambda x: F.interpolate(x, (4, 2), mode="area"), (1, 2, 9, 3), 2),
     "layer_norm": (lambda x: F.layer_norm(x, (4,), weight(4), weight(4)), (9, 4), 0),
     "layer_norm, cut": (lambda x: F.layer_norm(x, (9,), weight(9)), (4, 9), 1),
     "rms_norm": (lambda x: F.rms_norm(x, (4,), weight(4)), (9, 4), 0),
@@ -168,6 +170,25 @@ def test_a_sum_over_ranks_is_rounded_once(ranks):
         assert error <= 1.01 * (exact.bfloat16().double() - exact).abs().max() + 1e-3
         low = call(*[t.bfloat16() for t in cut]).full_tensor()  # bfloat16 itself, without autocast
         assert (low.double() - exact).abs().max() <= error + 1e-3
+
+
+@distributed(ranks=2)
+def test_the_gradient_of_a_number_added_to_a_product_is_rounded_once():
+    """The ranks' parts of it cancel: rounded each, they would leave their own rounding."""
+    torch.manual_seed(0)
+    x, cotangent = torch.randn(2, 6, 4), torch.randn(2, 6, 6)
+    cotangent[:, 3:] = -cotangent[:, :3] + torch.randn(2, 3, 6) / 32
+    cotangent = (cotangent * 8).bfloat16()
+    exact = cotangent.double().sum().bfloat16()
+    for cast in (True, False):
+        given = x if cast else x.bfloat16()
+        cut = scatter(given, domain_mesh(), dim=1)
+        number = torch.tensor(0.3, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            out = torch.baddbmm(number, cut, given.mT)
+        assert out.dtype is torch.bfloat16
+        out.backward(scatter(cotangent, domain_mesh(), dim=1))
+        assert torch.equal(number.grad, exact)
 
 
 @distributed(ranks=3)

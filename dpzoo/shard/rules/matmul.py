@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpzoo.shard.autocast import autocasts, is_on, switched_off
+from dpzoo.shard.autocast import HALF, autocasts, is_on, switched_off
 from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.function_door import broadcast_labels
 from dpzoo.shard.plan import Dims, Labels, probe
@@ -70,16 +70,19 @@ def _added(name: str, product: Any) -> None:
         func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, out: Any = None
     ) -> Any:
         result = product(a, b)
+        dtype = result.dtype
         if torch._C._is_any_autocast_enabled():
-            input = input.to(result.dtype)
+            input = input.to(dtype)
+        if dtype in HALF:  # as torch, which rounds the sum alone; and the ranks' parts of a gradient add up unrounded
+            result, input = result.float(), input.float()
         if torch.broadcast_shapes(input.shape, result.shape) != result.shape:
             raise RuntimeError(f"{name}: input of shape {tuple(input.shape)} does not expand to {tuple(result.shape)}")
         total = result if alpha == 1 else result * alpha
         if beta != 0:
             total = total + (input if beta == 1 else input * beta)
-        if out is not None:
-            return out.copy_(total)
-        return total
+        if dtype in HALF:
+            total = total.to(dtype)
+        return total if out is None else out.copy_(total)
 
     @handler(*spellings(f"{name}_"), name=f"{name}_")
     def answer_in_place(func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
