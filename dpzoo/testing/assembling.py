@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.shard import Partial, Replicate, Shard, ShardTensor
 from dpzoo.testing.cutting import Cut
-
-Coordinate = tuple[int, ...]
+from dpzoo.testing.gathering import Coordinate
 
 
 class ParityError(AssertionError):
@@ -58,19 +55,6 @@ class Piece:
             return None
         dims = tuple(placement.dim if isinstance(placement, Shard) else None for placement in self.placements)
         return Cut(dims, self.sizes)
-
-
-def gather_over_mesh(value: object, mesh: DeviceMesh) -> dict[Coordinate, Any]:
-    """{coordinate: value} of all ranks of the mesh, on each of them."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, f"this rank is not in {mesh}"
-    found: dict[Coordinate, Any] = {tuple(coordinate): value}
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group=group)
-        found = {key: kept for part in everyone for key, kept in part.items()}
-    return dict(sorted(found.items()))
 
 
 def assemble(name: str, pieces: dict[Coordinate, Piece], mesh_shape: Sequence[int]) -> Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.testing.assembling import Coordinate, ParityError, Piece, assemble, same_bits
+from dpzoo.testing.assembling import ParityError, Piece, assemble, same_bits
 from dpzoo.testing.cutting import Cut, owner_of
+from dpzoo.testing.gathering import Coordinate
 
 TOLERANCES = {
     torch.float64: (1e-10, 1e-11),

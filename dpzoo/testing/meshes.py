@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dpzoo.testing.torchrun import device_type
 
 _made: dict[tuple[object, tuple[int, ...]], DeviceMesh] = {}
+_lines: dict[tuple[object, str], DeviceMesh] = {}
 
 
 def domain_mesh(ranks: int | None = None) -> DeviceMesh:
@@ -33,12 +34,20 @@ def grid_mesh(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
 
 def row_mesh() -> DeviceMesh:
     """This rank's row of the (2, 2) grid: {0, 1} or {2, 3}. Ranks 2 and 3 test a sub-group that is not the first."""
-    return grid_mesh()["domain"]
+    return _line_of_grid("domain")
 
 
 def column_mesh() -> DeviceMesh:
     """This rank's column of the (2, 2) grid: {0, 2} or {1, 3}, groups whose global ranks have a stride."""
-    return grid_mesh()["ddp"]
+    return _line_of_grid("ddp")
+
+
+def _line_of_grid(axis: str) -> DeviceMesh:
+    grid = grid_mesh()
+    key = (dist.group.WORLD, axis)
+    if key not in _lines:
+        _lines[key] = grid[axis]
+    return _lines[key]
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.shard import GatherWarning
+from dpzoo.testing.comparing import Limits
 from dpzoo.testing.cutting import Cut, InputPlacement, plan_cut
 from dpzoo.testing.meshes import column_mesh, domain_mesh, grid_mesh, row_mesh
-from dpzoo.testing.parity import assert_parity
+from dpzoo.testing.parity import Parity
 from dpzoo.testing.pool import session_pool
+from dpzoo.testing.seeding import set_seed
 from dpzoo.testing.transport import load_module
 
 Shape = tuple[int, ...]
@@ -153,34 +155,22 @@ def run_row(module: str, file: str | None, list_name: str, index: int, walk: str
 
 
 def run_case(case: OpCase, walk: str) -> None:
-    """`assert_parity` of one row over all its layouts on the mesh of `walk`; all ranks of the task call it."""
+    """Parity of one row over all its layouts on the mesh of `walk`; all ranks of the task call it."""
     __tracebackhide__ = True
     mesh = _mesh_of(walk)
-    torch.manual_seed(0)
+    set_seed(0)
     tensors, placements = case.tensors(), case.placements(mesh.ndim)
-    torch.manual_seed(1)
+    set_seed(1)
     subject = case.build() if case.build is not None else case.fn
     assert subject is not None
+    parity = Parity(subject, tensors, mesh, grads=case.grads, strict=not case.gathers)
     for layout, cuts in _distinct_cuts(case, tensors, placements, mesh):
-        sizes = [None if cut is None else cut.sizes if mesh.ndim > 1 else cut.sizes[0] for cut in cuts]
-        try:
-            with warnings.catch_warnings():
-                if case.gathers:
-                    warnings.simplefilter("ignore", GatherWarning)
-                assert_parity(
-                    subject,
-                    tensors,
-                    placements,
-                    sizes,
-                    mesh=mesh,
-                    grads=case.grads,
-                    rtol=case.rtol,
-                    atol=case.atol,
-                    strict=not case.gathers,
-                )
-        except BaseException as error:
-            error.add_note(f"in OpCase {case.name!r}, layout {layout!r}, mesh {walk!r}: {[str(cut) for cut in cuts]}")
-            raise
+        note = f"in OpCase {case.name!r}, layout {layout!r}, mesh {walk!r}: {[str(cut) for cut in cuts]}"
+        with warnings.catch_warnings():
+            if case.gathers:
+                warnings.simplefilter("ignore", GatherWarning)
+            parity.run_on(cuts, note)
+    parity.compare(Limits(parity.dtype, case.rtol, case.atol))
 
 
 def _mesh_of(walk: str) -> DeviceMesh:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from dpzoo.shard import ShardTensor
 from dpzoo.shard import strict as strict_rules
-from dpzoo.testing.assembling import ParityError, gather_over_mesh
 from dpzoo.testing.comparing import Entry, Limits, compare_all
 from dpzoo.testing.cutting import Cut, InputPlacement, InputSizes, cut_tensor, plan_cut
+from dpzoo.testing.gathering import gather_over_mesh
 from dpzoo.testing.meshes import domain_mesh
+from dpzoo.testing.seeding import set_seed
 
 
 def assert_parity(
@@ -67,17 +68,27 @@ def assert_parity(
     """
     __tracebackhide__ = True
     mesh = domain_mesh() if mesh is None else mesh
-    job = _Parity(module_or_fn, mesh, dtype, grads, loss or contract, seed, strict)
-    job.take_inputs(inputs, placements, sizes)
-    job.check_that_ranks_agree()
-    expected = job.run()
-    found = job.run(like=expected)
-    gathered = gather_over_mesh([(entry.name, entry.packed()) for entry in found], mesh)
-    try:
-        compare_all(expected, found, gathered, tuple(mesh.shape), Limits(dtype, rtol, atol))
-    except ParityError as error:
-        error.add_note(job.describe())
-        raise
+    several = isinstance(inputs, (list, tuple))
+    values = inputs if several else [inputs]
+    cuts = plan_cuts(values, mesh, placements if several else [placements], sizes if several else [sizes])
+    job = Parity(module_or_fn, values, mesh, dtype, grads, loss or contract, seed, strict)
+    job.run_on(cuts)
+    job.compare(Limits(dtype, rtol, atol))
+
+
+def plan_cuts(inputs: Sequence[Any], mesh: DeviceMesh, placements: Any, sizes: Any) -> list[Cut | None]:
+    """The cut of each input from what `assert_parity` is told about all of them; None for what stays as it is."""
+    placements = list(placements) if isinstance(placements, (list, tuple)) else [placements] * len(inputs)
+    sizes = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * len(inputs)
+    if not len(inputs) == len(placements) == len(sizes):
+        raise ValueError(
+            f"assert_parity: {len(inputs)} inputs, {len(placements)} placements and {len(sizes)} sizes; "
+            "give one of each per input (or one name of a layout for all)"
+        )
+    return [
+        plan_cut(value.shape, mesh.shape, placement, size) if isinstance(value, Tensor) else None
+        for value, placement, size in zip(inputs, placements, sizes, strict=True)
+    ]
 
 
 def contract(outputs: Any) -> Tensor:
@@ -96,35 +107,58 @@ def contract(outputs: Any) -> Tensor:
     return total
 
 
+@contextmanager
+def _noted(note: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(note)
+        raise
+
+
 @dataclass
-class _Parity:
-    """One comparison: what to call, on what, and how it is cut."""
+class Parity:
+    """A call on full tensors, made once, and the same call on these tensors cut in one or more ways.
+
+    All ranks of the mesh do the same. What they found travels once, in `compare`: with tiny ops the exchange of results
+    takes longer than the ops. The arguments are those of `assert_parity`.
+    """
 
     module_or_fn: nn.Module | Callable[..., Any]
+    inputs: Sequence[Any]
     mesh: DeviceMesh
-    dtype: torch.dtype | None
-    grads: bool
-    loss: Callable[[Any], Tensor]
-    seed: int
-    strict: bool
-    inputs: list[Any] = field(default_factory=list)
-    cuts: list[Cut | None] = field(default_factory=list)
+    dtype: torch.dtype | None = torch.float64
+    grads: bool = True
+    loss: Callable[[Any], Tensor] = contract
+    seed: int = 0
+    strict: bool = False
+    runs: list[tuple[str, list[Entry]]] = field(default_factory=list, init=False)
 
-    def take_inputs(self, inputs: Any, placements: Any, sizes: Any) -> None:
-        """Convert the inputs to the dtype and device of the run and plan the cut of each."""
-        if not isinstance(inputs, (list, tuple)):
-            inputs, placements, sizes = [inputs], [placements], [sizes]
-        placements = list(placements) if isinstance(placements, (list, tuple)) else [placements] * len(inputs)
-        sizes = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * len(inputs)
-        if not len(inputs) == len(placements) == len(sizes):
-            raise ValueError(
-                f"assert_parity: {len(inputs)} inputs, {len(placements)} placements and {len(sizes)} sizes; "
-                "give one of each per input (or one name of a layout for all)"
-            )
-        for value, placement, size in zip(inputs, placements, sizes, strict=True):
-            is_tensor = isinstance(value, Tensor)
-            self.inputs.append(self._converted(value) if is_tensor else value)
-            self.cuts.append(plan_cut(value.shape, self.mesh.shape, placement, size) if is_tensor else None)
+    def __post_init__(self) -> None:
+        self.inputs = [self._converted(value) if isinstance(value, Tensor) else value for value in self.inputs]
+        self.check_that_ranks_agree()
+        self.expected = self._entries([None] * len(self.inputs))
+
+    def run_on(self, cuts: list[Cut | None], note: str = "") -> None:
+        """Call on shards; `note` (by default how the inputs are cut) goes with an error of this run, now or later."""
+        note = note or self._described(cuts)
+        with _noted(note):
+            self.runs.append((note, self._entries(cuts, like=self.expected)))
+
+    def compare(self, limits: Limits | None = None) -> None:
+        """Compare every run on shards, in order, with the run on full tensors; default limits unless told otherwise.
+
+        Raises:
+            ParityError: on every rank, for the first difference.
+        """
+        __tracebackhide__ = True
+        packed = [[(entry.name, entry.packed()) for entry in found] for _, found in self.runs]
+        gathered = gather_over_mesh(packed, self.mesh)
+        limits = limits or Limits(self.dtype)
+        for i, (note, found) in enumerate(self.runs):
+            with _noted(note):
+                of_run = {at: runs[i] for at, runs in gathered.items()}
+                compare_all(self.expected, found, of_run, tuple(self.mesh.shape), limits)
 
     def check_that_ranks_agree(self) -> None:
         """A test whose ranks start from different numbers compares nothing; say so instead."""
@@ -140,7 +174,7 @@ class _Parity:
                 f"Found, by mesh coordinate: {everyone}"
             )
 
-    def run(self, like: list[Entry] | None = None) -> list[Entry]:
+    def _entries(self, cuts: list[Cut | None], like: list[Entry] | None = None) -> list[Entry]:
         """Call, and backward when asked; everything that is compared, in order.
 
         Args:
@@ -148,30 +182,27 @@ class _Parity:
                 end the run before backward, which could not work or would hide the difference.
         """
         runnable = self._runnable()
-        arguments = [
-            self._argument(value, None if like is None else cut)
-            for value, cut in zip(self.inputs, self.cuts, strict=True)
-        ]
-        torch.manual_seed(self.seed)
+        arguments = [self._argument(value, cut) for value, cut in zip(self.inputs, cuts, strict=True)]
+        set_seed(self.seed)
         with torch.set_grad_enabled(self.grads), self._rules_only():
             outputs = runnable(*arguments)
         entries = [self._output(path, value) for path, value in pytree.tree_flatten_with_path(outputs)[0]]
         if like is not None and [e.kind for e in entries] != [e.kind for e in like[: len(entries)]]:
             return entries
         if self.grads and (self.loss is not contract or any(entry.needs_grad for entry in entries)):
-            entries += self._gradients(runnable, arguments, outputs)
+            entries += self._gradients(runnable, arguments, outputs, cuts)
         if isinstance(runnable, nn.Module):
             entries += [Entry(f"buffer {name}", buffer) for name, buffer in runnable.named_buffers()]
         return entries
 
     def _gradients(
-        self, runnable: nn.Module | Callable[..., Any], arguments: list[Any], outputs: Any
+        self, runnable: nn.Module | Callable[..., Any], arguments: list[Any], outputs: Any, cuts: list[Cut | None]
     ) -> Iterator[Entry]:
         with self._rules_only():
             loss = self.loss(outputs)
             loss.backward()
         yield Entry("loss", loss.item())
-        for i, (argument, cut) in enumerate(zip(arguments, self.cuts, strict=True)):
+        for i, (argument, cut) in enumerate(zip(arguments, cuts, strict=True)):
             if isinstance(argument, Tensor) and argument.requires_grad:
                 yield Entry(f"gradient of input {i}", argument.grad, "plain" if cut is None else "cut", cut)
         if isinstance(runnable, nn.Module):
@@ -181,10 +212,10 @@ class _Parity:
     def _rules_only(self) -> AbstractContextManager[None]:
         return strict_rules() if self.strict else nullcontext()
 
-    def describe(self) -> str:
+    def _described(self, cuts: list[Cut | None]) -> str:
         """The inputs and how they are cut, one line each."""
         lines = []
-        for i, (value, cut) in enumerate(zip(self.inputs, self.cuts, strict=True)):
+        for i, (value, cut) in enumerate(zip(self.inputs, cuts, strict=True)):
             if isinstance(value, Tensor):
                 lines.append(f"  input {i}: shape {tuple(value.shape)}, {'plain' if cut is None else cut}")
         return "\n".join([f"  mesh {tuple(self.mesh.shape)}", *lines])

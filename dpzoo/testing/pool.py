@@ -35,6 +35,8 @@ MAX_RANKS = 4
 START_TIMEOUT_S = 180.0
 # Slicing a device mesh imports dynamo; without it here every rank would pay for that import.
 _PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "dpzoo.testing"]
+# Likewise what tests of models need; only when this process has it, since it is then known to be there and wanted.
+_PRELOAD_IF_HERE = ["pytest", "timm.models", "torchvision", "dpzoo.models", "dpzoo.train"]
 _SHOWN_OUTPUT = 4000
 
 
@@ -253,7 +255,8 @@ def _start_method() -> str:
 def _start_environment() -> Iterator[None]:
     """What new ranks inherit: one OpenMP thread, this process's search path, torch imported once in the fork server."""
     if _start_method() == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+        here = [name for name in _PRELOAD_IF_HERE if name in sys.modules]
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *here])
     wanted = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from dpzoo.testing.agreement import forget_calls
 from dpzoo.testing.outcome import Report
+from dpzoo.testing.seeding import set_seed
 from dpzoo.testing.transport import pack, unpack
 
 SEED = 20240229
@@ -103,7 +104,7 @@ def perform_packed(task: bytes) -> Report:
 
 def perform(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Report:
     """Call `fn` with the fixed seed and report how it went; never raises."""
-    torch.manual_seed(SEED)
+    set_seed(SEED)
     forget_calls()
     try:
         return Report("returned", value=pack(fn(*args, **kwargs)))

@@ -12,7 +12,8 @@ from torch import nn
 
 from dpzoo.models import create_model, list_models
 from dpzoo.models.registry import create_tiny_model, cut_dims
-from dpzoo.testing import assert_parity, distributed
+from dpzoo.testing import distributed, domain_mesh
+from dpzoo.testing.parity import Parity, plan_cuts
 from tests.models.lively import liven
 
 
@@ -51,14 +52,21 @@ def test_forward_backward(name: str):
         assert torch.isfinite(weight.grad).all(), key
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc):
+    """Here and not in a decorator: every rank imports this module, and building all models takes seconds."""
+    if "distinct_name" in metafunc.fixturenames:
+        metafunc.parametrize("distinct_name", distinct())
+
+
 @distributed(ranks=[2, 4])
-@pytest.mark.parametrize("name", distinct())
-def test_domain_parallel(name: str, ranks: int):
-    model = lively(name)
+def test_domain_parallel(distinct_name: str, ranks: int):
+    model = lively(distinct_name)
     inputs = model.example_inputs()
-    cuts = cut_dims(name, inputs)
+    cuts = cut_dims(distinct_name, inputs)
+    parity = Parity(model, inputs, domain_mesh(), strict=True)
     for layout in ("even", "uneven") if ranks == 2 else ("uneven",):
-        assert_parity(model, inputs, cuts, [layout] * len(cuts), strict=True)
+        parity.run_on(plan_cuts(inputs, parity.mesh, cuts, layout))
+    parity.compare()
 
 
 @pytest.mark.parametrize("name", list_models())

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpzoo.shard import Replicate, ShardTensor
-from dpzoo.testing import ParityError, assert_parity, distributed, grid_mesh, row_mesh
+from dpzoo.testing import ParityError, assert_parity, distributed, domain_mesh, grid_mesh, row_mesh
+from dpzoo.testing.parity import Parity, plan_cuts
 
 
 def only_sharded(change):
@@ -110,3 +111,21 @@ def test_ranks_that_start_from_different_numbers_are_refused():
 def test_counts_must_match():
     with pytest.raises(ValueError, match="2 inputs, 1 placements"):
         assert_parity(torch.add, [torch.randn(2), torch.randn(2)], [0])
+
+
+@distributed(ranks=2)
+def test_one_run_on_full_tensors_serves_several_cuts_and_each_is_compared():
+    calls = []
+
+    def wrong_on_the_second_cut(x):
+        calls.append(isinstance(x, ShardTensor))
+        return x * (1.1 if isinstance(x, ShardTensor) and x._spec.sharding_shapes()[0][0][0] == 2 else 1.0)
+
+    x = torch.randn(7, 3)
+    parity = Parity(wrong_on_the_second_cut, [x], domain_mesh())
+    for sizes in ((4, 3), (2, 5), (7, 0)):
+        parity.run_on(plan_cuts([x], parity.mesh, 0, [sizes]), f"cut {sizes}")
+    assert calls == [False, True, True, True]
+    with pytest.raises(ParityError, match=r"^output differs") as caught:
+        parity.compare()
+    assert caught.value.__notes__ == ["cut (2, 5)"]

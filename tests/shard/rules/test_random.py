@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpzoo.shard import MissingShardPatch, Replicate, Shard, ShardTensor, manual_seed
+from dpzoo.shard import MissingShardPatch, Replicate, Shard, ShardTensor, manual_seed, random
 from dpzoo.testing import OpCase, distributed, domain_mesh, expect_error, grid_mesh, op_test
-from dpzoo.testing.assembling import gather_over_mesh
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from dpzoo.testing.gathering import gather_over_mesh
 from tests.shard.rules.inputs import raises_like_torch
 
 
@@ -94,7 +94,26 @@ def test_numbers_do_not_depend_on_the_ranks(ranks):
     torch.testing.assert_close(torch.stack([t.full_tensor().sum() for t in found]), torch.tensor(SUMS).double())
 
 
-SUMS = (15.47326073754557, -0.2570993333753844, 26.0, 1908.0)  # what one rank finds
+SUMS = (17.574454252191295, 2.780140847319517, 32.0, 1788.0)  # what one rank finds
+
+
+@pytest.mark.parametrize("row", [6, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@distributed(ranks=[1, 3])
+def test_large_shards_are_drawn_in_pieces(row, dtype):
+    """And then in pairs where the rows are even: the same bits as element by element, wherever the cuts are."""
+    before = dict(random._PIECE)
+    found = []
+    try:
+        for most in (2**17, 4):
+            random._PIECE["cpu"] = most
+            for dim in (0, 1):
+                x = _cut(torch.zeros(5, row, dtype=dtype), dim)
+                manual_seed(3)
+                found.append(torch.stack((torch.randn_like(x), torch.rand_like(x))).full_tensor())
+    finally:
+        random._PIECE.update(before)
+    assert all(torch.equal(f, found[0]) for f in found)
 
 
 @distributed(ranks=4)
