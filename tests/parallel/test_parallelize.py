@@ -165,7 +165,10 @@ def test_flat_reduces_once():
                 loss_of(net(x)).backward()
             counts[name] = seen.calls
         weights = sum(p.requires_grad for n, p in Net().named_parameters() if not n.startswith("unused"))
-        assert counts["domain"] == counts["eager"] >= counts["flat"] + weights - 1, (strategy, counts, weights)
+        assert counts["eager"] >= counts["flat"] + weights - 1, (strategy, counts, weights)
+        # Weights of DDP wait for each other (`gradients.lent`): one sum, and one gather of the slices of the position
+        # embedding's gradient. FSDP2 takes each gradient as it comes.
+        assert counts["domain"] == (counts["flat"] + 2 if strategy == "ddp" else counts["eager"]), (strategy, counts)
 
 
 # ---------------------------------------------------------------------- buffers and memory orders
