@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Ranks are processes; with one thread each they share the cores instead of fighting over them.
 export OMP_NUM_THREADS ?= 1
+# Test files are shared out among this many processes, each with ranks of its own (1 to 4 at a time).
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.dpzoo-installed
@@ -31,7 +33,7 @@ demo: $(STAMP) ## Train a small ViT on real weather fields on 1 and 2 ranks and 
 test: lint unit ## Lint, types, import arrows, then all tests.
 
 unit: $(STAMP) ## The tests alone; make unit ARGS="-k conv".
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Formatting, lint, import arrows, types.
 	$(BIN)/ruff format --check $(SOURCES)
