@@ -1,6 +1,7 @@
 """All ranks of a mesh go on together, or all of them raise a `DataError`; each sample is agreed upon before use."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dpzoo import agreement
 from dpzoo.agreement import Note
 from dpzoo.datapipes.errors import DataError
+
+T = TypeVar("T")
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -31,6 +34,11 @@ def raise_together(
     """
     axes = (digest_axis,) if isinstance(digest_axis, str) else digest_axis
     agreement.raise_together(error, mesh, _tell, digest, axes)
+
+
+def together(work: Callable[[], T], mesh: DeviceMesh | None) -> T:
+    """`work()` on every rank of `mesh`; if one of them fails all raise a `DataError`, as in `raise_together`."""
+    return agreement.together(work, mesh, _tell)
 
 
 def as_data_error(error: Exception) -> DataError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dpzoo.datapipes.agreement import raise_together
+from dpzoo.datapipes.agreement import together
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.grid.layout import GridLayout
 from dpzoo.datapipes.grid.writer import FIELDS, encode_times
@@ -74,28 +74,28 @@ def write_fields(
     Raises:
         DataError: on all ranks, when the shapes do not fit or something is at `path`.
     """
-    cut = isinstance(fields, ShardTensor)
-    error: Exception | None = None
-    try:
-        _check(fields, channels, times, layout if cut else None)
-        if mesh is None or torch.distributed.get_rank() == int(mesh.mesh.flatten()[0]):
-            _create(path, tuple(fields.shape), channels, times, layout if cut else None, latitude, longitude)
-    except Exception as failure:
-        error = failure
-    raise_together(error, mesh)
-    try:
-        local = fields.to_local() if isinstance(fields, ShardTensor) else fields
-        group = require("zarr", "writing a .zarr store", "data").open_group(path, mode="r+")
-        box = layout.box if cut else None
-        rows, columns = (slice(box.top, box.bottom), slice(box.left, box.right)) if box else (slice(None), slice(None))
-        if local.numel():
-            group[FIELDS][:, :, rows, columns] = local.detach().float().cpu().numpy()
-    except Exception as failure:
-        error = failure
-    raise_together(error, mesh)
-    if mesh is None or torch.distributed.get_rank() == int(mesh.mesh.flatten()[0]):
-        group.attrs[MARKER] = {"state": "finished"}
-    raise_together(None, mesh)
+    placed = layout if isinstance(fields, ShardTensor) else None
+    first = mesh is None or torch.distributed.get_rank() == int(mesh.mesh.flatten()[0])
+
+    def create() -> None:
+        _check(fields, channels, times, placed)
+        if first:
+            _create(path, tuple(fields.shape), channels, times, placed, latitude, longitude)
+
+    together(create, mesh)
+    group = together(lambda: _fill(path, fields, placed), mesh)
+    together(lambda: group.attrs.update({MARKER: {"state": "finished"}} if first else {}), mesh)
+
+
+def _fill(path: Path, fields: Tensor, layout: GridLayout | None) -> Any:
+    """Write this rank's block; the store that was opened."""
+    local = fields.to_local() if isinstance(fields, ShardTensor) else fields
+    group = require("zarr", "writing a .zarr store", "data").open_group(path, mode="r+")
+    box = layout.box if layout is not None else None
+    rows, columns = (slice(box.top, box.bottom), slice(box.left, box.right)) if box else (slice(None), slice(None))
+    if local.numel():
+        group[FIELDS][:, :, rows, columns] = local.detach().float().cpu().numpy()
+    return group
 
 
 def _check(fields: Tensor, channels: Sequence[str], times: np.ndarray, layout: GridLayout | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.agreement import gather
-from dpzoo.datapipes.agreement import raise_together
+from dpzoo.datapipes.agreement import together
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.grid.cut import aligned_sizes
 from dpzoo.datapipes.grid.dataset import INVARIANTS, GridDataset, GridIndex
@@ -39,13 +39,7 @@ def compute_grid_statistics(
     """
     ranks = 1 if mesh is None else mesh.size()
     rank = 0 if mesh is None else int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero().item())
-    found: Found = {}
-    error: Exception | None = None
-    try:
-        found = _of_rank(dataset.index, streams, rank, ranks)
-    except Exception as failure:
-        error = failure
-    raise_together(error, mesh)
+    found = together(lambda: _of_rank(dataset.index, streams, rank, ranks), mesh)
     everyone = [found] if mesh is None else cast(list[Found], gather(found, mesh))
     total = everyone[0]
     for other in everyone[1:]:

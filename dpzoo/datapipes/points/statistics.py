@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dpzoo.agreement import gather
-from dpzoo.datapipes.agreement import raise_together
+from dpzoo.datapipes.agreement import together
 from dpzoo.datapipes.errors import DataError
 from dpzoo.datapipes.moments import Moments as Moments
 from dpzoo.datapipes.moments import merged
 from dpzoo.datapipes.points.dataset import BLOCK_ROWS, PointDataset, checked_rows
 from dpzoo.datapipes.points.draw import shard_sizes
 from dpzoo.datapipes.points.source import field_of, kind_of, open_source, reads_whole_file
+
+Columns = list[Moments | None]
 
 
 @dataclass(frozen=True)
@@ -82,20 +84,19 @@ def compute_statistics(
     names = tuple(f for cloud in dataset.clouds.values() for f in cloud.fields) if fields is None else tuple(fields)
     ranks = 1 if mesh is None else mesh.size()
     rank = 0 if mesh is None else int((mesh.mesh.flatten() == torch.distributed.get_rank()).nonzero().item())
-    found: list[Moments | None] = [None] * len(names)
-    error: Exception | None = None
-    try:
-        for number, path in enumerate(dataset.cars.values()):
-            found = [
-                merged(old, new) for old, new in zip(found, _of_car(path, names, rank, ranks, number), strict=True)
-            ]
-    except Exception as failure:
-        error = failure
-    raise_together(error, mesh)
-    everyone = [found] if mesh is None else cast(list[list[Moments | None]], gather(found, mesh))
-    for other in everyone[1:]:
-        everyone[0] = [merged(old, new) for old, new in zip(everyone[0], other, strict=True)]
-    return Statistics({name: m for name, m in zip(names, everyone[0], strict=True) if m is not None})
+
+    def of_rank() -> Columns:
+        cars = (_of_car(path, names, rank, ranks, number) for number, path in enumerate(dataset.cars.values()))
+        return reduce(_both, cars, [None] * len(names))
+
+    found = together(of_rank, mesh)
+    everyone = [found] if mesh is None else gather(found, mesh)
+    total = reduce(_both, everyone)
+    return Statistics({name: m for name, m in zip(names, total, strict=True) if m is not None})
+
+
+def _both(a: Columns, b: Columns) -> Columns:
+    return [merged(old, new) for old, new in zip(a, b, strict=True)]
 
 
 def _of_car(path: Path, names: Sequence[str], rank: int, ranks: int, number: int) -> list[Moments | None]:
