@@ -69,10 +69,11 @@ def gather_call(func: Callable[..., Any], types: Any, args: Any, kwargs: dict[st
     """Run `func` on gathered tensors, the same on every rank; differentiable."""
     if kwargs.get("out") is not None:
         return _gathered_out(func, args, kwargs)
-    if is_inplace(func) and args and isinstance(args[0], Tensor):
-        return _in_place(func, types, args, kwargs)
-    if is_inplace(func) and args and isinstance(args[0], (list, tuple)):
-        return refuse(func, types, args, kwargs)  # it would write into the gathered copies
+    if args and is_inplace(func):
+        if isinstance(args[0], Tensor):
+            return _in_place(func, types, args, kwargs)
+        if isinstance(args[0], (list, tuple)):
+            return refuse(func, types, args, kwargs)  # it would write into the gathered copies
     leaves, tree = tree_flatten((args, kwargs))
     sharded = [t for t in leaves if isinstance(t, ShardTensor)]
     _note(func, args, kwargs, sharded)

@@ -155,18 +155,24 @@ def _drawn(
     if is_tracing() or math.prod(spec.local_shape) <= most:
         return numbers(key, _global_index(spec, device, spec.ndim))
     lines = _global_index(spec, device, spec.ndim - 1).reshape(-1, 1)
-    length, start = spec.local_shape[-1], spec.offsets()[-1]
-    if pairs is not None and spec.shape[-1] % 2 == 0:  # every line begins with the same member of a pair
-        odd = start % 2
-        line = torch.arange(start // 2, (start + length + 1) // 2, device=device)
-        made = lambda some: pairs(key, (some >> 1) + line).flatten(1).narrow(1, odd, length)  # noqa: E731
-    else:
-        line = torch.arange(start, start + length, device=device)
-        made = lambda some: numbers(key, some + line)  # noqa: E731
-    out = torch.empty(len(lines), length, dtype=dtype, device=device)
-    for some, piece in zip(*(t.split(max(1, most // length)) for t in (lines, out)), strict=True):
-        piece.copy_(made(some))
+    out = torch.empty(len(lines), spec.local_shape[-1], dtype=dtype, device=device)
+    of_lines = _of_lines(spec, device, key, numbers, pairs)
+    for some, piece in zip(*(t.split(max(1, most // out.shape[1])) for t in (lines, out)), strict=True):
+        piece.copy_(of_lines(some))
     return out.view(spec.local_shape)
+
+
+def _of_lines(
+    spec: ShardTensorSpec, device: torch.device, key: Key, numbers: Numbers, pairs: Numbers | None
+) -> Callable[[Tensor], Tensor]:
+    """The numbers of some lines of the shard along the last dim, as a function of where the whole lines begin."""
+    start, length = spec.offsets()[-1], spec.local_shape[-1]
+    if pairs is None or spec.shape[-1] % 2:
+        line = torch.arange(start, start + length, device=device)
+        return lambda some: numbers(key, some + line)
+    # Every line begins with the same member of a pair.
+    halves = torch.arange(start // 2, (start + length + 1) // 2, device=device)
+    return lambda some: pairs(key, (some >> 1) + halves).flatten(1).narrow(1, start % 2, length)
 
 
 def _hash_at(key: Key, index: Tensor) -> Tensor:
