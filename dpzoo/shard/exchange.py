@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpzoo.shard.collectives import PendingParts, group_of, group_rank, row_numel, start_transport, with_size
+from dpzoo.shard.collectives import PendingParts, group_rank, row_numel, start_transport, with_size
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
 from dpzoo.shard.tracing import traceable
 
@@ -28,43 +28,57 @@ def exchange(
         wanted: per rank its intervals, inside `[0, sum(sizes))`; known to all ranks.
         pad, fill: rows of a constant to put before and after, on this rank.
     """
-    if all(w == (o,) for w, o in zip(wanted, own_intervals(sizes), strict=True)):
+    if _is_own(wanted, sizes):
         return joined([t], t, dim, pad, fill)
-    return joined(start_exchange(t, dim, sizes, wanted, group, wait=True).wait(), t, dim, pad, fill)
+    return joined(start_exchange([t], dim, sizes, wanted, group, wait=True).wait()[0], t, dim, pad, fill)
 
 
-def start_exchange(t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, wait: bool = False) -> PendingRows:
-    """Start an `exchange`; nothing is sent where nobody wants rows of another rank."""
+def exchange_each(ts: Sequence[Tensor], dim: int, sizes: Sizes, wanted: Wanted, group: str) -> list[Tensor]:
+    """`exchange` of several tensors of one dtype, cut alike, in one message to each rank; not to be traced."""
+    if _is_own(wanted, sizes):
+        return list(ts)
+    pieces = start_exchange(ts, dim, sizes, wanted, group, wait=True).wait()
+    return [joined(of_one, t, dim) for of_one, t in zip(pieces, ts, strict=True)]
+
+
+def start_exchange(
+    ts: Sequence[Tensor], dim: int, sizes: Sizes, wanted: Wanted, group: str, wait: bool = False
+) -> PendingRows:
+    """Start an exchange of tensors of one dtype, cut alike; nothing is sent where nobody wants rows of another rank."""
     own, me = own_intervals(sizes), group_rank(group)
     sends = [
-        [_rows(t, dim, o, own[me]) for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
+        [_rows(t, dim, o, own[me]) for t in ts for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
         for r in range(len(own))
     ]
-    row = row_numel(t, dim)
+    row = sum(row_numel(t, dim) for t in ts)
     lengths = [_common(own[r], wanted[me]) * row if r != me else 0 for r in range(len(own))]
-    parts = start_transport(sends, lengths, t, group, wait) if _any_traffic(own, wanted) else None
-    return PendingRows(parts, t, dim, own, wanted[me], me)
+    parts = start_transport(sends, lengths, ts[0], group, wait) if _any_traffic(own, wanted) else None
+    return PendingRows(parts, ts, dim, own, wanted[me], me)
 
 
 class PendingRows:
-    """Rows on their way; `wait()` gives them in pieces, in order: views of the shard, and what arrived."""
+    """Rows on their way; `wait()` gives them in pieces, in order: views of the shards, and what arrived."""
 
     def __init__(
         self,
         parts: PendingParts | None,
-        t: Tensor,
+        ts: Sequence[Tensor],
         dim: int,
         own: tuple[Interval, ...],
         wanted: Sequence[Interval],
         me: int,
     ) -> None:
-        self._parts, self._t, self._dim, self._own, self._wanted, self._me = parts, t, dim, own, wanted, me
+        self._parts, self._ts, self._dim, self._own, self._wanted, self._me = parts, ts, dim, own, wanted, me
 
-    def wait(self) -> list[Tensor]:
-        """Block until they are here."""
-        t, dim, own = self._t, self._dim, self._own
-        received = self._parts.wait() if self._parts is not None else [t.new_empty(0)] * len(own)
-        row, at, pieces = row_numel(t, dim), [0] * len(own), []
+    def wait(self) -> list[list[Tensor]]:
+        """Block until they are here; the pieces of each tensor."""
+        received = self._parts.wait() if self._parts is not None else [self._ts[0].new_empty(0)] * len(self._own)
+        at = [0] * len(self._own)
+        return [self._pieces(t, received, at) for t in self._ts]
+
+    def _pieces(self, t: Tensor, received: Sequence[Tensor], at: list[int]) -> list[Tensor]:
+        dim, own = self._dim, self._own
+        row, pieces = row_numel(t, dim), []
         for w in self._wanted:
             for r in range(len(own)):
                 o = overlap(own[r], w)
@@ -114,33 +128,52 @@ def _empty_like_order(shape: Sequence[int], like: Tensor) -> Tensor:
 @traceable(lambda g, dim, sizes, wanted, group: with_size(g.shape, dim, sizes[group_rank(group)]))
 def exchange_back(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
     """The transpose of `exchange`: each piece of `g` goes home and is added there."""
-    own, me = own_intervals(sizes), group_of(group).rank()
-    shape = with_size(g.shape, dim, sizes[me])
-    out = g.new_zeros(shape) if _is_row_major(g) else _empty_like_order(shape, g).zero_()
-    home = start_return(g, dim, sizes, wanted, group, wait=True)
-    base = 0
-    for w in wanted[me]:
-        if o := overlap(own[me], w):
-            _rows(out, dim, o, own[me]).add_(g.narrow(dim, base + o[0] - w[0], o[1] - o[0]))
-        base += w[1] - w[0]
+    return exchange_back_each([g], dim, sizes, wanted, group)[0]
+
+
+def exchange_back_each(gs: Sequence[Tensor], dim: int, sizes: Sizes, wanted: Wanted, group: str) -> list[Tensor]:
+    """The transpose of `exchange_each`."""
+    own, me = own_intervals(sizes)[group_rank(group)], group_rank(group)
+    home = start_return(gs, dim, sizes, wanted, group, wait=True)
+    out = [_own_rows(g, dim, own, wanted[me]) for g in gs]
     home.add_to(out)
     return out
 
 
-def start_return(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, wait: bool = False) -> PendingReturn:
-    """Start sending home the rows of `g` that belong to other ranks (rows `wanted[me]`, in order)."""
+def _own_rows(g: Tensor, dim: int, own: Interval, wanted: Sequence[Interval]) -> Tensor:
+    """What `g`, rows `wanted`, holds of the rows `own`: in memory of its own, 0 where it has none."""
+    shape = with_size(g.shape, dim, own[1] - own[0])
+    out = g.new_empty(shape) if _is_row_major(g) else _empty_like_order(shape, g)
+    found, base = [], 0
+    for w in wanted:
+        if o := overlap(own, w):
+            found.append((o, g.narrow(dim, base + o[0] - w[0], o[1] - o[0])))
+        base += w[1] - w[0]
+    if [o for o, _ in found] == [own]:
+        return out.copy_(found[0][1])
+    out.zero_()
+    for o, rows in found:
+        _rows(out, dim, o, own).add_(rows)
+    return out
+
+
+def start_return(
+    gs: Sequence[Tensor], dim: int, sizes: Sizes, wanted: Wanted, group: str, wait: bool = False
+) -> PendingReturn:
+    """Start sending home the rows of each of `gs` that belong to other ranks (rows `wanted[me]`, in order)."""
     own, me = own_intervals(sizes), group_rank(group)
     sends: list[list[Tensor]] = [[] for _ in own]
-    base = 0
-    for w in wanted[me]:
-        for r in range(len(own)):
-            o = overlap(own[r], w) if r != me else None
-            if o is not None:
-                sends[r].append(g.narrow(dim, base + o[0] - w[0], o[1] - o[0]))
-        base += w[1] - w[0]
-    row = row_numel(g, dim)
+    for g in gs:
+        base = 0
+        for w in wanted[me]:
+            for r in range(len(own)):
+                o = overlap(own[r], w) if r != me else None
+                if o is not None:
+                    sends[r].append(g.narrow(dim, base + o[0] - w[0], o[1] - o[0]))
+            base += w[1] - w[0]
+    row = sum(row_numel(g, dim) for g in gs)
     lengths = [_common(own[me], wanted[r]) * row if r != me else 0 for r in range(len(own))]
-    parts = start_transport(sends, lengths, g, group, wait) if _any_traffic(own, wanted) else None
+    parts = start_transport(sends, lengths, gs[0], group, wait) if _any_traffic(own, wanted) else None
     return PendingReturn(parts, dim, own, wanted, me)
 
 
@@ -152,22 +185,28 @@ class PendingReturn:
     ) -> None:
         self._parts, self._dim, self._own, self._wanted, self._me = parts, dim, own, wanted, me
 
-    def add_to(self, out: Tensor) -> None:
-        """Wait, and add what other ranks sent to this rank's rows."""
+    def add_to(self, outs: Sequence[Tensor]) -> None:
+        """Wait, and add what other ranks sent to this rank's rows of each tensor."""
         if self._parts is None:
             return
-        own, dim, row = self._own[self._me], self._dim, row_numel(out, self._dim)
+        own, dim = self._own[self._me], self._dim
         for r, received in enumerate(self._parts.wait()):
             at = 0
-            for w in self._wanted[r] if r != self._me else ():
-                if o := overlap(own, w):
-                    n = (o[1] - o[0]) * row
-                    rows = received.narrow(0, at, n).view(with_size(out.shape, dim, o[1] - o[0]))
-                    _rows(out, dim, o, own).add_(rows)
-                    at += n
+            for out in outs if r != self._me else ():
+                for w in self._wanted[r]:
+                    if o := overlap(own, w):
+                        n = (o[1] - o[0]) * row_numel(out, dim)
+                        rows = received.narrow(0, at, n).view(with_size(out.shape, dim, o[1] - o[0]))
+                        _rows(out, dim, o, own).add_(rows)
+                        at += n
 
 
 # ---------------------------------------------------------------------- integers
+def _is_own(wanted: Wanted, sizes: Sizes) -> bool:
+    """Does every rank want just what it has?"""
+    return all(w == (o,) for w, o in zip(wanted, own_intervals(sizes), strict=True))
+
+
 def _exchanged_shape(
     t: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str, pad: tuple[int, int], fill: float
 ) -> list[int]:

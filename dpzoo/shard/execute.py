@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dpzoo.shard import collectives as comm
 from dpzoo.shard.autocast import summands
-from dpzoo.shard.bridges import from_shard, plain_to_shard, relayout, sum_over, to_shard
+from dpzoo.shard.bridges import from_shard, plain_to_shard, relayout, to_shard
+from dpzoo.shard.local_bridges import sum_over
 from dpzoo.shard.plan import Dims, Operand, choose, layout_of
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec, stride_like
 from dpzoo.shard.tensor import ShardTensor, wrap

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch, send_home, sum_over, to_shard
+from dpzoo.shard.bridges import to_shard
 from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.local_bridges import fetch, send_home, sum_over
 from dpzoo.shard.partition import Interval, Sizes, own_intervals, starts
 from dpzoo.shard.registry import handler
 from dpzoo.shard.rules.meta import output_shape

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch
 from dpzoo.shard.exchange import Wanted, joined, start_exchange, start_return
+from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
 from dpzoo.shard.rules.window import Windows
 
@@ -176,15 +176,15 @@ class _HaloConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, call: ConvCall, halo: Halo) -> Tensor:
         in_place = halo.padding is not None and x.numel() >= ELEMENTS_PER_WEIGHT * w.numel()
         late = in_place and _overlap
-        pending = start_exchange(x, halo.dim, halo.sizes, halo.borrowed, halo.group, wait=not late)
+        pending = start_exchange([x], halo.dim, halo.sizes, halo.borrowed, halo.group, wait=not late)
         ctx.call, ctx.halo, ctx.in_place = call, halo, in_place
         ctx.save_for_backward(x, w, b)
         if not in_place:
-            ctx.rows = _sides(pending.wait(), halo)
+            ctx.rows = _sides(pending.wait()[0], halo)
             return call.run(_joined(x, ctx.rows, halo), w, b, halo.dim, 0)
         assert halo.padding is not None
         out = call.run(x, w, b, halo.dim, halo.padding)
-        ctx.rows = _sides(pending.wait(), halo)
+        ctx.rows = _sides(pending.wait()[0], halo)
         for slab, at, n in _slabs(x, ctx.rows, halo):
             out.narrow(halo.dim, at, n).copy_(call.run(slab, w, b, halo.dim, 0))
         return out
@@ -248,14 +248,14 @@ def _backward_in_place(
     home = None
     if needed[0]:
         borrowed = joined(homeward, g.new_empty([*x.shape[:dim], 0, *x.shape[dim + 1 :]]), dim)
-        home = start_return(borrowed, dim, halo.sizes, halo.borrowed, halo.group, wait=not _overlap)
+        home = start_return([borrowed], dim, halo.sizes, halo.borrowed, halo.group, wait=not _overlap)
     assert halo.padding is not None
     found = call.gradients(g, x, w, bias, dim, halo.padding, needed)
     for more in extra:
         if more is not None and found[1] is not None:
             found[1].add_(more)
     if home is not None and found[0] is not None:
-        home.add_to(found[0])
+        home.add_to([found[0]])
     return found
 
 
@@ -267,12 +267,12 @@ def _backward_joined(
     if gx is None:
         return [None, gw, gb]
     _, before, own, after, _ = gx.split([halo.zeros[0], halo.before, hi - lo, halo.after, halo.zeros[1]], dim)
-    home = start_return(torch.cat([before, after], dim), dim, halo.sizes, halo.borrowed, halo.group, wait=True)
+    home = start_return([torch.cat([before, after], dim)], dim, halo.sizes, halo.borrowed, halo.group, wait=True)
     out = torch.empty_like(x)
     out.narrow(dim, 0, lo).zero_()
     out.narrow(dim, hi, x.shape[dim] - hi).zero_()
     out.narrow(dim, lo, hi - lo).copy_(own)
-    home.add_to(out)
+    home.add_to([out])
     return [out, gw, gb]
 
 

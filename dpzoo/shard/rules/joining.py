@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch, plain_to_shard, to_shard
+from dpzoo.shard.bridges import plain_to_shard, to_shard
 from dpzoo.shard.execute import same_mesh
 from dpzoo.shard.fallback import gather_call, replicate
+from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.plan import Dims
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.rules.factories import cut_along, plan_cat

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import dpzoo.ops  # noqa: F401  # defines the op
 from dpzoo.ops.neighborhood_window import Axis
-from dpzoo.shard.bridges import fetch
 from dpzoo.shard.exchange import Wanted
 from dpzoo.shard.execute import same_mesh
+from dpzoo.shard.local_bridges import fetch_each
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, own_intervals
 from dpzoo.shard.plan import AxisChoice, Dims, Labels, Operand, choose
@@ -101,11 +101,6 @@ def _halos(layout: MeshLayout, choices: Sequence[AxisChoice], axes: Sequence[Axi
 
 def _lend(k: Tensor, v: Tensor, halos: Sequence[Halo]) -> tuple[Tensor, Tensor]:
     """Keys and values that this rank's queries see, one exchange per cut dim."""
-    if not halos:
-        return k, v
-    along = 0 if k.shape == v.shape else -1  # the pieces of a copy along the first dim are the longest
-    both = torch.cat((k, v), along)
     for halo in halos:
-        both = fetch(both, halo.dim, halo.sizes, halo.wanted, halo.group)
-    split = both.split((k.shape[along], v.shape[along]), along)
-    return split[0], split[1]
+        k, v = fetch_each((k, v), halo.dim, halo.sizes, halo.wanted, halo.group)
+    return k, v

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard import gradients
-from dpzoo.shard.bridges import shard_of_grad, stack_over
+from dpzoo.shard.bridges import shard_of_grad
+from dpzoo.shard.local_bridges import stack_over
 from dpzoo.shard.rules.parts import cut_axes, groups_of
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpzoo.shard import gradients
-from dpzoo.shard.bridges import shard_of_grad, stack_over, sum_over, to_shard
+from dpzoo.shard.bridges import shard_of_grad, to_shard
 from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.local_bridges import stack_over, sum_over
 from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
 from dpzoo.shard.rules.parts import cut_axes, fill_empty, global_of, groups_of, normal_dim, whole_values

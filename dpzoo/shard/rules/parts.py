@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as _NoTorchFunction
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.bridges import fetch, from_shard, grad_spec, relayout, to_shard
+from dpzoo.shard.bridges import from_shard, grad_spec, relayout, to_shard
 from dpzoo.shard.dispatch_door import spec_in
 from dpzoo.shard.function_door import native
+from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Interval, Sizes, own_intervals
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.bridges import as_sharded, relayout, shard_of_grad, stack_over, sum_over
+from dpzoo.shard.bridges import as_sharded, relayout, shard_of_grad
 from dpzoo.shard.dispatch_door import on, spec_in
 from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.local_bridges import stack_over, sum_over
 from dpzoo.shard.registry import handler, spellings
 from dpzoo.shard.rules.parts import cut_axes, global_of, groups_of, layout_without, normal_dims, whole_values
 from dpzoo.shard.spec import Cut, ShardTensorSpec

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch, to_shard
+from dpzoo.shard.bridges import to_shard
 from dpzoo.shard.fallback import gather_call
+from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Sizes, own_intervals, starts
 from dpzoo.shard.registry import handler
 from dpzoo.shard.rules.meta import output_shape

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dpzoo.shard.bridges import fetch, to_shard
+from dpzoo.shard.bridges import to_shard
 from dpzoo.shard.exchange import Wanted
+from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Interval, Sizes, own_intervals, starts
 from dpzoo.shard.rules.parts import fill_empty, global_of
 from dpzoo.shard.spec import ShardTensorSpec
