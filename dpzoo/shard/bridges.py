@@ -4,16 +4,14 @@ Invariants: `_local_tensor` is never part of a graph; the gradient of a tensor h
 partial). The backward of each bridge is another bridge called as a differentiable function, so second order works.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpzoo.shard import collectives as comm
 from dpzoo.shard import gradients
 from dpzoo.shard.errors import ShardError
-from dpzoo.shard.exchange import Wanted, exchange, exchange_back
-from dpzoo.shard.partition import Sizes
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.transfer import move
@@ -26,6 +24,16 @@ def grad_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
     if any(isinstance(c, str) and c not in ("sum", "avg") for c in spec.cuts):
         raise ShardError(f"the gradient of {spec.describe()} is not defined: only sum and avg can be differentiated")
     return spec.like(cuts=tuple(REPLICATED if isinstance(c, str) else c for c in spec.cuts))
+
+
+def _is_laid_out(x: ShardTensor, spec: ShardTensorSpec) -> bool:
+    return x._spec is spec or (x._spec.cuts == spec.cuts and x._spec.sizes == spec.sizes)
+
+
+def _groups_of(spec: ShardTensorSpec, axes: Iterable[int]) -> tuple[str, ...]:
+    """Those of the mesh axes that have more than one rank."""
+    layout = spec.layout
+    return tuple(layout.groups[a] for a in sorted(axes) if layout.shape[a] > 1)
 
 
 def partial_over(spec: ShardTensorSpec, axes: tuple[int, ...]) -> ShardTensorSpec:
@@ -69,7 +77,7 @@ def as_sharded(g: Tensor, like: ShardTensorSpec) -> ShardTensor:
 
 def shard_of_grad(g: Tensor, spec: ShardTensorSpec) -> Tensor:
     """The local tensor of a gradient in the layout of the value it belongs to."""
-    if isinstance(g, ShardTensor) and g._spec.cuts == spec.cuts and g._spec.sizes == spec.sizes:
+    if isinstance(g, ShardTensor) and _is_laid_out(g, spec):
         return g._local_tensor
     return to_shard(as_sharded(g, spec), spec)
 
@@ -82,6 +90,8 @@ def to_shard(x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...] = 
         sum_axes: axes over which the ranks use the value for different parts of the work, so that their gradients add.
     """
     if x.requires_grad and torch.is_grad_enabled():
+        if sum_axes and _is_laid_out(x, spec) and not spec.is_partial:
+            x = gradients.lent(x, _groups_of(spec, sum_axes))  # type: ignore[assignment]
         return _ToShard.apply(x, spec, sum_axes)
     return move(x._local_tensor, x._spec, spec)
 
@@ -90,6 +100,7 @@ class _ToShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
         ctx.spec, ctx.src, ctx.sum_axes = spec, x._spec, sum_axes
+        ctx.groups = _groups_of(spec, sum_axes) if sum_axes and gradients.is_lent(x) else ()
         return move(x._local_tensor, x._spec, spec).detach()
 
     @staticmethod
@@ -97,6 +108,10 @@ class _ToShard(torch.autograd.Function):
         spec = ctx.spec
         if spec is ctx.src and not (ctx.sum_axes or spec.is_partial or torch.is_grad_enabled()):
             return wrap(g, spec.for_local(g)), None, None
+        if ctx.groups:
+            taken, _ = gradients.collect(gradients.When.LENT, ctx.next_functions[0][0], g, ctx.groups)
+            if taken:
+                return None, None, None
         spec = grad_spec(spec)
         if ctx.sum_axes:
             spec = partial_over(spec, ctx.sum_axes)
@@ -113,7 +128,7 @@ def relayout(x: ShardTensor, spec: ShardTensorSpec, fresh: bool = False) -> Shar
         fresh: what is not `x` itself has memory of its own, so that it may be written to. Without it the result is for
             reading: a part of a whole tensor is a slice of it.
     """
-    if x._spec is spec or (x._spec.cuts == spec.cuts and x._spec.sizes == spec.sizes):
+    if _is_laid_out(x, spec):
         return x
     if x.requires_grad and torch.is_grad_enabled():
         return _Relayout.apply(x, spec, fresh)
@@ -150,14 +165,14 @@ class _Relayout(torch.autograd.Function):
 def plain_to_shard(p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
     """This rank's part of a plain tensor that every rank holds whole; its gradient is complete on every rank."""
     if p.requires_grad and torch.is_grad_enabled():
-        return _PlainToShard.apply(gradients.lent(p, _sharers(spec, sum_axes)), spec, sum_axes)
+        groups = _sharers(spec, sum_axes)
+        return _PlainToShard.apply(gradients.lent(p, groups), spec, sum_axes, groups)
     return _slice(p, spec)
 
 
 def _sharers(spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> tuple[str, ...]:
     """The groups whose ranks get parts of the gradient of a plain tensor that is used in the layout `spec`."""
-    layout, parts = spec.layout, {*sum_axes, *spec.cut_dims.values()}
-    return tuple(layout.groups[a] for a in layout.axes if a in parts and layout.shape[a] > 1)
+    return _groups_of(spec, {*sum_axes, *spec.cut_dims.values()})
 
 
 def _slice(p: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -168,27 +183,29 @@ def _slice(p: Tensor, spec: ShardTensorSpec) -> Tensor:
 
 class _PlainToShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
-        ctx.spec, ctx.sum_axes, ctx.defer = spec, sum_axes, gradients.may_defer()
+    def forward(
+        ctx: Any, p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...], groups: tuple[str, ...]
+    ) -> Tensor:
+        ctx.spec, ctx.sum_axes, ctx.groups, ctx.defer = spec, sum_axes, groups, gradients.may_defer()
         return _slice(p.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         spec, axes = ctx.spec, ctx.sum_axes
         if not axes and spec.is_replicated:
-            return g, None, None
+            return g, None, None, None
         if ctx.defer:
             taken, instead = _postpone(ctx, g)
             if taken:
-                return instead, None, None
+                return instead, None, None, None
         full = spec.replicated()
-        return to_shard(from_shard(g, partial_over(spec, axes)), full), None, None
+        return to_shard(from_shard(g, partial_over(spec, axes)), full), None, None, None
 
 
 def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
     """See `gradients.collect`; the gradient of a slice is a part too, with zeros around it."""
-    spec, groups = ctx.spec, _sharers(ctx.spec, ctx.sum_axes)
-    if not groups:
+    spec = ctx.spec
+    if not ctx.groups:
         return spec.is_replicated, g
     if not spec.is_replicated:
         if ctx.defer is not gradients.When.BY_THE_WRAPPER:  # gathering the slices costs less than a sum of all
@@ -196,138 +213,4 @@ def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
         whole = g.new_zeros(spec.shape)
         _slice(whole, spec).copy_(g)
         g = whole
-    return gradients.collect(ctx.defer, ctx.next_functions[0][0], g, groups)
-
-
-# ---------------------------------------------------------------------- local -> local, with communication
-def fetch(
-    local: Tensor,
-    dim: int,
-    sizes: Sizes,
-    wanted: Wanted,
-    group: str,
-    pad: tuple[int, int] = (0, 0),
-    fill: float = 0.0,
-) -> Tensor:
-    """Rank r receives the global intervals `wanted[r]` of `dim`; backward sends every piece home and adds it there.
-
-    Args:
-        pad, fill: rows of a constant to put before and after what arrives on this rank.
-    """
-    if local.requires_grad and torch.is_grad_enabled():
-        return _Fetch.apply(local, dim, sizes, wanted, group, pad, fill)
-    return exchange(local, dim, sizes, wanted, group, pad, fill)
-
-
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        dim: int,
-        sizes: Sizes,
-        wanted: Wanted,
-        group: str,
-        pad: tuple[int, int],
-        fill: float,
-    ) -> Tensor:
-        ctx.args, ctx.pad = (dim, sizes, wanted, group), pad
-        out = exchange(local, dim, sizes, wanted, group, pad, fill)
-        return out.detach() if out is local else out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        dim, (before, after) = ctx.args[0], ctx.pad
-        inner = g.narrow(dim, before, g.shape[dim] - before - after) if before or after else g
-        return send_home(inner, *ctx.args), None, None, None, None, None, None
-
-
-def send_home(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
-    """The transpose of `fetch`: rank r holds rows `wanted[r]` of a tensor cut in `sizes`; each is added at home."""
-    if g.requires_grad and torch.is_grad_enabled():
-        return _SendHome.apply(g, dim, sizes, wanted, group)
-    return exchange_back(g, dim, sizes, wanted, group)
-
-
-class _SendHome(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str) -> Tensor:
-        ctx.args = (dim, sizes, wanted, group)
-        return exchange_back(g, dim, sizes, wanted, group)
-
-    @staticmethod
-    def backward(ctx: Any, gg: Tensor) -> Any:
-        return fetch(gg, *ctx.args), None, None, None, None
-
-
-def sum_over(local: Tensor, groups: tuple[str, ...], *, shared: bool = True) -> Tensor:
-    """The sum of the ranks' summands, on every rank.
-
-    Args:
-        shared: True if every rank goes on to do the same with the sum (its gradient is then whole on each of them);
-            False if each rank uses it for its own part (the gradients of the parts are added).
-    """
-    if not groups:
-        return local
-    return _SumOver.apply(local, groups, shared)
-
-
-class _SumOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, groups: tuple[str, ...], shared: bool) -> Tensor:
-        ctx.groups, ctx.shared = groups, shared
-        out = gradients.sum_over(local, groups)
-        return out.detach() if out is local else out
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return (_fan_out(g, ctx.groups) if ctx.shared else sum_over(g, ctx.groups, shared=False)), None, None
-
-
-def _fan_out(g: Tensor, groups: tuple[str, ...]) -> Tensor:
-    """A value that is whole on every rank and used there for that rank's part: the transpose of a shared sum."""
-    return _FanOut.apply(g, groups) if g.requires_grad and torch.is_grad_enabled() else g
-
-
-class _FanOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, groups: tuple[str, ...]) -> Tensor:
-        ctx.groups = groups
-        return g.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gg: Tensor) -> Any:
-        return sum_over(gg, ctx.groups), None
-
-
-def stack_over(local: Tensor, spec: ShardTensorSpec, axes: tuple[int, ...]) -> Tensor:
-    """The ranks' tensors of one shape, stacked along a new dim 0; every rank then does the same with the stack."""
-    for axis in axes:
-        local = _StackOver.apply(local, spec.layout.groups[axis], spec.layout.shape[axis], spec.layout.coords[axis])
-    return local.flatten(0, len(axes) - 1) if len(axes) > 1 else local
-
-
-class _StackOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: str, n: int, me: int) -> Tensor:
-        ctx.args = (group, n, me)
-        return comm.all_gather_v(local.unsqueeze(0), 0, (1,) * n, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        group, n, me = ctx.args
-        own = _OwnOfStack.apply(g, group, n, me) if g.requires_grad and torch.is_grad_enabled() else g[me]
-        return own, None, None, None
-
-
-class _OwnOfStack(torch.autograd.Function):
-    """This rank's row of a stack that is the same on every rank: the transpose of `_StackOver`."""
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, group: str, n: int, me: int) -> Tensor:
-        ctx.args = (group, n, me)
-        return g.detach()[me]
-
-    @staticmethod
-    def backward(ctx: Any, gg: Tensor) -> Any:
-        return _StackOver.apply(gg, *ctx.args), None, None, None
+    return gradients.collect(ctx.defer, ctx.next_functions[0][0], g, ctx.groups)

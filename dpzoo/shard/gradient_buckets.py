@@ -1,6 +1,7 @@
 """Parts of gradients on their way over the domain: collected in buckets, summed while backward goes on."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,63 +51,69 @@ class _Bucket:
         return [(to, g) for (to, _), g in zip(self.items, parts, strict=True)]
 
 
-class Task:
-    """The buckets of one backward pass.
+class _Outbox:
+    """Buckets on their way: each is sent when it is full, or when somebody waits for what is in it."""
 
-    Every rank fills, sends and empties them in the same order: the graph is the same on all of them.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self) -> None:
         self._open: dict[Any, _Bucket] = {}
         self._sent: list[_Bucket] = []
-        self._awaited: dict[Any, list[Tensor | _Bucket]] = {}  # node -> its sums, or the buckets that bring them
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def add(self, to: Any, g: Tensor, groups: tuple[str, ...]) -> None:
-        """Take the part `g` for a weight, or for a node that asks for it by `take`."""
-        waits = not isinstance(to, Tensor)
-        key = (groups, g.dtype, g.device, waits)
-        bucket = self._open.get(key)
-        if bucket is None:
-            bucket = self._open[key] = _Bucket(groups)
+        key = (groups, g.dtype, g.device)
+        bucket = self._open.setdefault(key, _Bucket(groups))
         bucket.items.append((to, g))
         bucket.nbytes += g.nbytes
-        if waits:
-            brought = self._awaited.setdefault(to, [])
-            if not any(bucket is b for b in brought):
-                brought.append(bucket)
         if bucket.nbytes >= BUCKET_BYTES:
             self._send(key)
-
-    def take(self, node: Any) -> list[Tensor]:
-        """The sums of the parts that were added for a node; parts for other nodes, sent with them, arrive too."""
-        for bucket in list(self._awaited.get(node, ())):
-            if isinstance(bucket, _Bucket):
-                self._arrive(bucket)
-        return self._awaited.pop(node, [])  # type: ignore[return-value]
-
-    def _arrive(self, bucket: _Bucket) -> None:
-        if bucket.flat is None:
-            self._send(next(key for key, b in self._open.items() if b is bucket))
-        self._sent = [b for b in self._sent if b is not bucket]
-        for to, g in bucket.sums():
-            self._awaited[to] = [b for b in self._awaited[to] if b is not bucket]
-            self._awaited[to].append(g)
 
     def _send(self, key: Any) -> None:
         bucket = self._open.pop(key)
         bucket.launch()
         self._sent.append(bucket)
 
+    def empty(self) -> Iterator[tuple[Any, Tensor]]:
+        """Send the rest and wait for all of it; whom each sum is for, and the sum."""
+        for key in list(self._open):
+            self._send(key)
+        sent, self._sent = self._sent, []
+        for bucket in sent:
+            yield from bucket.sums()
+
+
+class Task:
+    """The gradients that one backward pass has under way.
+
+    Every rank fills and empties the outboxes in the same order: the graph is the same on all of them.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._for_weights, self._for_nodes = _Outbox(), _Outbox()
+        self._awaited: set[Any] = set()  # nodes with parts on their way
+        self._arrived: dict[Any, list[Tensor]] = {}
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def add(self, to: Any, g: Tensor, groups: tuple[str, ...]) -> None:
+        """Take the part `g` for a weight, or for a node that asks for it by `take`."""
+        if isinstance(to, Tensor):
+            self._for_weights.add(to, g, groups)
+        else:
+            self._for_nodes.add(to, g, groups)
+            self._awaited.add(to)
+
+    def take(self, node: Any) -> list[Tensor]:
+        """The sums of the parts that were added for a node; what other nodes wait for arrives with them."""
+        if node in self._awaited:
+            for to, g in self._for_nodes.empty():
+                self._arrived.setdefault(to, []).append(g)
+            self._awaited.clear()
+        return self._arrived.pop(node, [])
+
     def _finish(self) -> None:
         _tasks.pop(self._number, None)
         with torch.no_grad():
-            for key in list(self._open):
-                self._send(key)
-            for bucket in self._sent:
-                for weight, g in bucket.sums():
-                    _deliver(weight, g)
+            for weight, g in self._for_weights.empty():
+                _deliver(weight, g)
 
 
 def _deliver(weight: Tensor, g: Tensor) -> None:

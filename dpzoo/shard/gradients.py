@@ -2,8 +2,9 @@
 
 An op on shards gives each rank its part of a weight's gradient. For a leaf weight the parts are collected in buckets,
 summed over the group while backward goes on, and added to `.grad` by an engine callback at the end; so the parts never
-mix with what other, unsharded uses of the same weight add to `.grad`. A plain tensor that was computed from weights (a
-modulation, say) and a weight of DDP enter ops by a node that waits, see `lent`: their parts travel in buckets too.
+mix with what other, unsharded uses of the same weight add to `.grad`. A tensor that was computed from weights (a
+modulation, say; plain, or a replicated ShardTensor) and a weight of DDP enter ops by a node that waits, see `lent`:
+their parts travel in buckets too.
 Where somebody reads the gradient earlier (hooks on the weight, `autograd.grad`, second order, FSDP2) it is summed at
 once instead. And where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
 """
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.shard import averaging
 from dpzoo.shard.gradient_buckets import accumulate, sum_over, task_now
+from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.tracing import is_tracing
 
 __all__ = ["accumulate", "sum_over"]  # and what is defined here
@@ -79,7 +81,7 @@ def may_defer() -> When:
 
 # ---------------------------------------------------------------------- tensors that somebody waits for
 def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
-    """A plain operand as an op on shards should take it, where the ranks of `groups` get parts of its gradient.
+    """An operand that the ranks of `groups` hold alike and get parts of the gradient of, as an op on shards takes it.
 
     A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
     the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
@@ -90,7 +92,7 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     if p.grad_fn is None:
         if may_defer() is not When.LENT or averaging.is_fully_sharded(p):
             return p
-    elif not may_defer() or type(p.grad_fn) is _LENT_NODE:
+    elif not may_defer() or is_lent(p):
         return p
     return _Lent.apply(p, _origin(p.grad_fn))
 
@@ -98,15 +100,15 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
 def _origin(node: Any) -> int:
     """Sequence number of the first node with several inputs on the way back: what runs after all its descendants did.
 
-    Not later: FSDP2 counts on it that the nodes of a module run before those of its inputs.
+    Inputs without a gradient (the number in `1 + scale`) do not count. Not later: FSDP2 counts on it that the nodes of
+    a module run before those of its inputs.
     """
     if node is None:
         return 0
-    while len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
-        before = node.next_functions[0][0]
-        if hasattr(before, "variable"):
+    while len(inputs := [before for before, _ in node.next_functions if before is not None]) == 1:
+        if hasattr(inputs[0], "variable"):
             break
-        node = before
+        node = inputs[0]
     return node._sequence_nr()
 
 
@@ -115,18 +117,26 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, p: Tensor, number: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx._set_sequence_nr(number)
+        ctx.spec = p._spec if isinstance(p, ShardTensor) else None
         return p.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
         """What was summed at once, and what waited."""
         if not torch.is_grad_enabled():
-            for part in task_now().take(ctx):
-                g = part if g is None else g + part
+            for total in task_now().take(ctx):
+                if ctx.spec is not None:
+                    total = wrap(total, ctx.spec.for_local(total))
+                g = total if g is None else g + total
         return g, None
 
 
 _LENT_NODE: Any = _Lent._backward_cls  # type: ignore[attr-defined]
+
+
+def is_lent(t: Tensor) -> bool:
+    """Whether `lent` made this tensor: its node waits for parts."""
+    return type(t.grad_fn) is _LENT_NODE
 
 
 def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[bool, Tensor | None]:

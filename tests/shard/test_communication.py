@@ -113,23 +113,27 @@ def test_large_weights_start_early():
 
 
 class Modulated(nn.Module):
-    """An MLP whose norm and branch are scaled by numbers that other weights compute."""
+    """Two branches, each scaled before and after by numbers that other weights compute."""
 
     def __init__(self):
         super().__init__()
-        self.modulation, self.inner = nn.Linear(3, 24), nn.Linear(8, 8)
+        self.modulation, self.first, self.second = nn.Linear(3, 32), nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x, condition):
-        shift, scale, gate = self.modulation(condition).chunk(3, 1)
-        x = nn.functional.layer_norm(x, (8,)) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-        return x + gate.unsqueeze(1) * self.inner(x)
+        modulations = self.modulation(condition).unsqueeze(1).chunk(4, 2)
+        for branch, scale, gate in ((self.first, *modulations[:2]), (self.second, *modulations[2:])):
+            x = x + gate * branch(nn.functional.layer_norm(x, (8,)) * (1 + scale))
+        return x
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @distributed(ranks=2)
-def test_one_sum_for_all_that_a_layer_computes_from_a_condition():
-    """And one for the weights: not one for each of the three modulations."""
-    net = Modulated()
-    loss = net(cut(2, 9, 8), torch.randn(2, 3)).sum()
+def test_one_sum_for_all_that_a_layer_computes_from_a_condition(whole):
+    """And one for the weights: not one for each of the four modulations, plain or ShardTensors."""
+    net, condition = Modulated(), torch.randn(2, 3)
+    if whole:
+        condition = scatter_tensor(condition, 0, cut(2, 9, 8).device_mesh, [Replicate()])
+    loss = net(cut(2, 9, 8), condition).sum()
     number, _ = count(loss.backward)
     assert number == 2
 

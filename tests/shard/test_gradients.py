@@ -206,10 +206,17 @@ def modulated():
     return Modulated().double()
 
 
+def replicated(t, like):
+    """A plain tensor as a ShardTensor that every rank of the mesh of another holds."""
+    mesh = like.device_mesh if isinstance(like, ShardTensor) else None
+    return t if mesh is None else ShardTensor.from_local(t, mesh, [Replicate()] * mesh.ndim)
+
+
 @pytest.mark.parametrize("mode", ["bucket", "eager", "flat"])
 @pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 @distributed(ranks=[2, 3])
-def test_modulations(mode, small):
+def test_modulations(mode, small, whole):
     """Parts of tensors that are not leaves wait for each other; what reads their gradients sees the whole."""
     seen, fixed = [], sample(3, seed=8)
     before = gradient_buckets.BUCKET_BYTES
@@ -217,7 +224,7 @@ def test_modulations(mode, small):
 
     def step(model, x):
         condition = fixed.clone().requires_grad_(True)
-        y = model(x, condition)
+        y = model(x, replicated(condition, x) if whole else condition)
         (y**2).sum().backward(retain_graph=True)
         y.sum().backward()
         seen.append(condition.grad)
@@ -231,11 +238,13 @@ def test_modulations(mode, small):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @distributed(ranks=3)
-def test_who_reads_the_gradient_of_a_modulation_sees_all_of_it():
+def test_who_reads_the_gradient_of_a_modulation_sees_all_of_it(whole):
     found = []
     for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
-        weight = sample(4, seed=2).requires_grad_(True)
+        weight = sample(4, seed=2)
+        weight = (replicated(weight, x) if whole else weight).detach().requires_grad_(True)
         scale = weight.exp()
         scale.retain_grad()
         hooked = []
@@ -247,7 +256,7 @@ def test_who_reads_the_gradient_of_a_modulation_sees_all_of_it():
         only = weight.grad.clone()
         loss.backward()
         found.append({"asked": asked, "hooked": hooked[-1], "kept": scale.grad, "only": only, "all": weight.grad})
-    same(found[1], found[0])
+    same({k: g.to_local() if whole else g for k, g in found[1].items()}, found[0])
 
 
 @distributed(ranks=2)
@@ -488,8 +497,9 @@ def test_ddp_over_the_other_axis(how):
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 @distributed(ranks=4, timeout=60)
-def test_modulations_inside_wrappers(kind, learned):
+def test_modulations_inside_wrappers(kind, learned, whole):
     """FSDP2 must find the weights of a modulation complete when the module's inputs have theirs, or never."""
     mesh = grid_mesh()
     batch, given = [sample(ROWS, 4, seed=s) for s in range(2)], sample(3, seed=8)
@@ -501,8 +511,9 @@ def test_modulations_inside_wrappers(kind, learned):
             self.given = nn.Parameter(given.clone(), requires_grad=learned)
 
         def forward(self, x):
+            given = replicated(self.given, x) if whole else self.given
             for block in self.blocks:
-                x = block(x, self.given)
+                x = block(x, given)
             return x
 
     alone, net = Net(), Net()
