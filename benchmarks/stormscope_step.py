@@ -12,8 +12,10 @@ thread a process. The settings take turns, round by round, so that a busy machin
     two      two gloo ranks, the grid cut along its rows
     ceiling  two processes at once, each a plain step of a model for half the grid: what this machine can give
 
-Figures are medians over the rounds of ratios taken within a round: wall time, processor seconds summed over processes,
-and the most resident memory of a process above its level before the model was built (Linux; peak reset every step).
+Figures are medians over the rounds of ratios taken within a round (several steps in a row; the first is left out): wall
+time, processor seconds summed over processes, and the most resident memory of a process above its level before the
+model was built (Linux). Beside it stands the most that torch's allocator handed out during a step: resident memory
+wavers with what the C library keeps of what was freed.
 `value` is the loss for given noise before any update: the same for one process and two ranks.
 
 `--estimate` builds a model on no memory at all and adds up what its forward pass keeps for the backward pass, in
@@ -123,10 +125,11 @@ def part_step(job: Job, given: Fields) -> Step:
     return training_step(job, given, RANKS)
 
 
+STEPS = 4
 SETTINGS = (
-    Setting("one", training_step, given=whole),
-    Setting("two", training_step, RANKS, given=shards),
-    Setting("ceiling", part_step, RANKS, given=halves),
+    Setting("one", training_step, given=whole, steps=STEPS),
+    Setting("two", training_step, RANKS, given=shards, steps=STEPS),
+    Setting("ceiling", part_step, RANKS, given=halves, steps=STEPS),
 )
 
 
@@ -189,7 +192,8 @@ def main() -> None:
     table = summarize(rounds, "one")
     print(f"{job.model} {job.options}, {RANKS} ranks, torch {torch.__version__}")
     show(table, "one")
-    print("memory of one: " + ", ".join(f"{name} {row['memory_ratio']:.2f}" for name, row in table.items()))
+    for what in ("memory", "allocated"):
+        print(f"{what} of one: " + ", ".join(f"{name} {row[f'{what}_ratio']:.2f}" for name, row in table.items()))
     raw: list[Any] = [{name: [asdict(s) for s in samples] for name, samples in r.items()} for r in rounds]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"job": asdict(job), "table": table, "rounds": raw}, indent=1))

@@ -15,17 +15,20 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler has much to say on a machine without a GPU
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -43,6 +46,7 @@ class Setting:
         given: `given(job, rank, mesh)` makes what the step reads, whose memory is not to count; `build(job, given)`
             then makes the step.
         python: the interpreter of its processes; None for this one.
+        steps: steps in a row in a turn; the first of several finds cold caches and is left out.
     """
 
     name: str
@@ -50,16 +54,26 @@ class Setting:
     ranks: int = 0
     given: Callable[..., Any] | None = None
     python: str | None = None
+    steps: int = 1
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step of one process; bytes are the most it held above its level before the step was built (Linux)."""
+    """One turn of one process.
+
+    Attributes:
+        wall, cpu: seconds a step.
+        memory: the most resident bytes above the level before the step was built (Linux); it depends on what the C
+            library keeps of what was freed, and wavers.
+        allocated: the most bytes that torch's allocator handed out during a step; of the last turn, else 0.
+        value: what the step returned.
+    """
 
     wall: float
     cpu: float
     memory: int
     value: Any
+    allocated: int = 0
 
 
 def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str, list[Sample]]]:
@@ -82,7 +96,7 @@ def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str
         finally:
             for line in (line for group in lines.values() for line in group):
                 with suppress(OSError):  # a process that failed is gone
-                    line.send(False)
+                    line.send("")
             for process in processes:
                 process.join()
 
@@ -92,7 +106,7 @@ def _round(lines: dict[str, list[Connection]], names: list[str], number: int, ro
     turn = number % len(names)
     for name in names[turn:] + names[:turn]:
         for line in lines[name]:
-            line.send(True)
+            line.send("last turn" if number == rounds else "turn")
         samples[name] = [line.recv() for line in lines[name]]
     print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     return {name: samples[name] for name in names}
@@ -108,8 +122,9 @@ def _serve(setting: Setting, job: Any, rank: int, folder: str, line: Connection)
         given = setting.given(job, rank, mesh)
         level = resident("VmRSS")
         step = setting.build(job, given)
-    while line.recv():
-        line.send(_timed(step, level))
+    while order := line.recv():
+        sample = _timed(step, level, setting.steps)
+        line.send(replace(sample, allocated=_most_allocated(step)) if order == "last turn" else sample)
     if setting.ranks:
         dist.destroy_process_group()
 
@@ -122,12 +137,29 @@ def join(store: str, rank: int, ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("domain",))
 
 
-def _timed(step: Step, level: int) -> Sample:
+def _timed(step: Step, level: int, steps: int) -> Sample:
+    if steps > 1:
+        step()
+    measured = max(1, steps - 1)
     reset_peak()
     cpu, wall = time.process_time(), time.perf_counter()
-    value = step()
+    for _ in range(measured):
+        value = step()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return Sample(wall, cpu, resident("VmHWM") - level, value)
+    return Sample(wall / measured, cpu / measured, resident("VmHWM") - level, value)
+
+
+def _most_allocated(step: Step) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    held = peak = 0
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def reset_peak() -> None:
@@ -159,6 +191,7 @@ def summarize(rounds: list[dict[str, list[Sample]]], reference: str) -> dict[str
             "memory_ratio": statistics.median(
                 max(s.memory for s in r[name]) / max(b.memory, 1) for r, b in zip(rounds, base, strict=True)
             ),
+            "allocated_ratio": max(s.allocated for s in rounds[-1][name]) / max(rounds[-1][reference][0].allocated, 1),
             "value": rounds[0][name][0].value,
         }
     return table
