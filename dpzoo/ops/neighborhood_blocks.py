@@ -43,9 +43,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry)
     lse = q.new_empty(q.shape[:-1], dtype=wide_dtype(q.dtype))
     for jobs, bias in _calls(q, k, table, at):
         o, sums = attend(*_inputs(q, k, v, jobs), bias, at.scale)
-        for job, piece, log in zip(jobs, _unstack(o, jobs, "queries"), _unstack(sums, jobs, "queries"), strict=True):
-            rows = _rows([b.queries for b in job])
-            out[rows], lse[rows] = piece, log
+        _write(out, o, jobs)
+        _write(lse, sums, jobs)
     return out, lse
 
 
@@ -71,11 +70,10 @@ def backward(
         pq, pk, pv, dscores = attend_backward(
             gq, *_inputs(q, k, v, jobs), bias, oq, logs.squeeze(-1), at.scale, with_table
         )
-        for job, piece in zip(jobs, _unstack(pq, jobs, "queries"), strict=True):
-            dq[_rows([b.queries for b in job])] = piece
+        _write(dq, pq, jobs)
         for total, part in ((dk, pk), (dv, pv)):
-            for job, piece in zip(jobs, _unstack(part, jobs, "keys"), strict=True):
-                total[_rows([b.keys for b in job])] += piece
+            for place, piece in zip(_parts(total, jobs, "keys"), _unstack(part, jobs, "keys"), strict=True):
+                place.add_(piece)
         if dtable is not None and dscores is not None:
             _add_to_table(dtable, dscores, jobs[0], at)
     dtable = None if dtable is None or table is None else dtable.to(table.dtype)
@@ -88,7 +86,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Ge
     for jobs, bias in _calls(q, k, table, at):
         o = attend_differentiably(*_inputs(q, k, v, jobs), bias, at.scale)
         for job, piece in zip(jobs, _unstack(o, jobs, "queries"), strict=True):
-            out[_rows([b.queries for b in job])] = piece
+            out[(slice(None), *(slice(*block.queries) for block in job))] = piece
     return out
 
 
@@ -163,13 +161,29 @@ def _add_to_table(dtable: Tensor, dscores: Tensor, job: Job, at: Geometry) -> No
 
 
 # ---------------------------------------------------------------------- between the grid and the calls
-def _rows(parts: Sequence[tuple[int, int, int]]) -> tuple[slice, ...]:
-    return (slice(None), *(slice(*part) for part in parts))
+def _parts(t: Tensor, jobs: Sequence[Job], which: str) -> list[Tensor]:
+    """Views of (B, *grid, ...), one for each block: its "queries" or "keys". The blocks are of one shape."""
+    spans = [[getattr(block, which) for block in job] for job in jobs]
+    # One call for each view, not one for each of its dims: there are many blocks.
+    grid = t.stride()[1 : 1 + len(spans[0])]
+    size = [t.shape[0], *(len(range(*span)) for span in spans[0]), *t.shape[1 + len(grid) :]]
+    steps = [s * step for s, (_, _, step) in zip(grid, spans[0], strict=True)]
+    stride, start = [t.stride(0), *steps, *t.stride()[1 + len(grid) :]], t.storage_offset()
+    return [
+        t.as_strided(size, stride, start + sum(span[0] * s for span, s in zip(each, grid, strict=True)))
+        for each in spans
+    ]
+
+
+def _write(t: Tensor, stacked: Tensor, jobs: Sequence[Job]) -> None:
+    """Put what was found for the queries of the blocks where they lie in (B, *grid, H, ...)."""
+    for place, piece in zip(_parts(t, jobs, "queries"), _unstack(stacked, jobs, "queries"), strict=True):
+        place.copy_(piece)
 
 
 def _stack(t: Tensor, jobs: Sequence[Job], which: str) -> Tensor:
     """The blocks' parts of (B, *grid, H, C) as (jobs * B, H, positions, C); `which` is "queries" or "keys"."""
-    parts = [t[_rows([getattr(b, which) for b in job])] for job in jobs]
+    parts = _parts(t, jobs, which)
     stacked = torch.stack(parts).flatten(0, 1) if len(parts) > 1 else parts[0]
     return stacked.flatten(1, -3).transpose(1, 2)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.exchange import exchange, exchange_back
+from dpzoo.shard.exchange import exchange, exchange_back, exchange_back_each, exchange_each
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import column_mesh, distributed, domain_mesh, grid_mesh, row_mesh
@@ -97,6 +97,28 @@ def test_exchange_and_its_transpose(mesh):
         for lo, hi in itertools.chain(*wanted):
             count[:, lo:hi] += 1
         assert torch.equal(back, piece(count, 1, sizes, me))
+
+
+@distributed(ranks=3)
+def test_several_tensors_travel_together():
+    """As each would alone, in one message each way; also where a rank has, or wants, nothing."""
+    group, me, _ = setting("all")
+    wide, narrow = whole(2, 9, 3), -whole(1, 9)
+    for sizes, wanted in (
+        ((4, 4, 1), (((0, 6),), ((3, 9),), ((6, 9),))),
+        ((0, 9, 0), (((2, 5), (0, 1)), ((1, 9),), ())),
+    ):
+        parts = [piece(t, 1, sizes, me) for t in (wide, narrow)]
+        with count_traffic() as there:
+            found = exchange_each(parts, 1, sizes, wanted, group)
+        gradients = [t * t for t in found]
+        with count_traffic() as back:
+            home = exchange_back_each(gradients, 1, sizes, wanted, group)
+        assert there.calls == back.calls == 1
+        for i, part in enumerate(parts):
+            assert torch.equal(found[i], exchange(part, 1, sizes, wanted, group))
+            assert torch.equal(home[i], exchange_back(gradients[i], 1, sizes, wanted, group))
+            assert torch.equal(gradients[i], found[i] * found[i])  # what came in was not written to
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
