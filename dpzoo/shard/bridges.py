@@ -5,6 +5,7 @@ partial). The backward of each bridge is another bridge called as a differentiab
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,19 +199,25 @@ class _PlainToShard(torch.autograd.Function):
             taken, instead = _postpone(ctx, g)
             if taken:
                 return instead, None, None, None
-        full = spec.replicated()
-        return to_shard(from_shard(g, partial_over(spec, axes)), full), None, None, None
+        return _joined(g, spec, axes), None, None, None
+
+
+def _joined(g: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
+    """The whole gradient of a tensor of which each rank used its part; differentiable."""
+    return to_shard(from_shard(g, partial_over(spec, sum_axes)), spec.replicated())
 
 
 def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
-    """See `gradients.collect`; the gradient of a slice is a part too, with zeros around it."""
-    spec = ctx.spec
+    """See `gradients.collect`."""
+    spec, node = ctx.spec, ctx.next_functions[0][0]
     if not ctx.groups:
         return spec.is_replicated, g
+    join = None
     if not spec.is_replicated:
-        if ctx.defer is not gradients.When.BY_THE_WRAPPER:  # gathering the slices costs less than a sum of all
-            return False, None
-        whole = g.new_zeros(spec.shape)
-        _slice(whole, spec).copy_(g)
-        g = whole
-    return gradients.collect(ctx.defer, ctx.next_functions[0][0], g, ctx.groups)
+        if ctx.defer is gradients.When.BY_THE_WRAPPER:  # a slice is a part too, with zeros around it
+            whole = g.new_zeros(spec.shape)
+            _slice(whole, spec).copy_(g)
+            g = whole
+        else:  # gathering the slices costs less than a sum of all
+            join = partial(_joined, spec=spec, sum_axes=ctx.sum_axes)
+    return gradients.collect(ctx.defer, node, g, ctx.groups, join)

@@ -1,7 +1,7 @@
 """Parts of gradients on their way over the domain: collected in buckets, summed while backward goes on."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from dpzoo.shard import collectives as comm
 _flatten = torch._C._nn.flatten_dense_tensors
 _unflatten = torch._C._nn.unflatten_dense_tensors
 BUCKET_BYTES = 25 * 2**20
+Join = Callable[[Tensor], Tensor]
 
 
 def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
@@ -71,10 +72,14 @@ class _Outbox:
         bucket.launch()
         self._sent.append(bucket)
 
-    def empty(self) -> Iterator[tuple[Any, Tensor]]:
-        """Send the rest and wait for all of it; whom each sum is for, and the sum."""
+    def send(self) -> None:
+        """Start what has not been sent."""
         for key in list(self._open):
             self._send(key)
+
+    def empty(self) -> Iterator[tuple[Any, Tensor]]:
+        """Send the rest and wait for all of it; whom each sum is for, and the sum."""
+        self.send()
         sent, self._sent = self._sent, []
         for bucket in sent:
             yield from bucket.sums()
@@ -89,6 +94,8 @@ class Task:
     def __init__(self, number: int) -> None:
         self._number = number
         self._for_weights, self._for_nodes = _Outbox(), _Outbox()
+        self._unjoined: list[tuple[Tensor, Tensor, Join]] = []  # for weights
+        self._unjoined_of: dict[Any, list[tuple[Tensor, Join]]] = {}  # for nodes
         self._awaited: set[Any] = set()  # nodes with parts on their way
         self._arrived: dict[Any, list[Tensor]] = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
@@ -101,17 +108,27 @@ class Task:
             self._for_nodes.add(to, g, groups)
             self._awaited.add(to)
 
+    def add_unjoined(self, to: Any, g: Tensor, join: Join) -> None:
+        """Take the part `g` where `join` makes the whole of all ranks' parts; it is called as late as may be."""
+        if isinstance(to, Tensor):
+            self._unjoined.append((to, g, join))
+        else:
+            self._unjoined_of.setdefault(to, []).append((g, join))
+
     def take(self, node: Any) -> list[Tensor]:
-        """The sums of the parts that were added for a node; what other nodes wait for arrives with them."""
+        """What the parts that were added for a node make; the sums that other nodes wait for arrive with them."""
         if node in self._awaited:
             for to, g in self._for_nodes.empty():
                 self._arrived.setdefault(to, []).append(g)
             self._awaited.clear()
-        return self._arrived.pop(node, [])
+        return [*self._arrived.pop(node, ()), *(join(g) for g, join in self._unjoined_of.pop(node, ()))]
 
     def _finish(self) -> None:
         _tasks.pop(self._number, None)
         with torch.no_grad():
+            self._for_weights.send()
+            for weight, g, join in self._unjoined:
+                _deliver(weight, join(g))
             for weight, g in self._for_weights.empty():
                 _deliver(weight, g)
 

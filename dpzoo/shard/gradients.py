@@ -9,7 +9,7 @@ Where somebody reads the gradient earlier (hooks on the weight, `autograd.grad`,
 once instead. And where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any
@@ -84,8 +84,8 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     """An operand that the ranks of `groups` hold alike and get parts of the gradient of, as an op on shards takes it.
 
     A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
-    the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
-    so that the parts of all tensors of one origin (six modulations of a block, all weights of DDP) are one collective.
+    the parts go into a bucket, and the node hands on their sum. It runs as late as may be, so that the parts of all
+    such tensors (six modulations in each block, all weights of DDP) are one collective.
     """
     if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():
         return p
@@ -94,14 +94,15 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
             return p
     elif not may_defer() or is_lent(p):
         return p
-    return _Lent.apply(p, _origin(p.grad_fn))
+    return _Lent.apply(p, _turn(p.grad_fn))
 
 
-def _origin(node: Any) -> int:
-    """Sequence number of the first node with several inputs on the way back: what runs after all its descendants did.
+def _turn(node: Any) -> int:
+    """Sequence number of a node that waits for what goes on to `node`: autograd runs high numbers first.
 
-    Inputs without a gradient (the number in `1 + scale`) do not count. Not later: FSDP2 counts on it that the nodes of
-    a module run before those of its inputs.
+    What a layer of ordinary weights made waits until the end of backward. FSDP2 counts on it that the nodes of a module
+    run before those of its inputs: what its weights made, or nobody knows what made, waits for the layer alone. Inputs
+    without a gradient (the number in `1 + scale`) do not count.
     """
     if node is None:
         return 0
@@ -109,7 +110,14 @@ def _origin(node: Any) -> int:
         if hasattr(inputs[0], "variable"):
             break
         node = inputs[0]
-    return node._sequence_nr()
+    weights = [w for w in map(_weight_behind, inputs) if w is not None]
+    ordinary = weights and not any(map(averaging.is_fully_sharded, weights))
+    return 0 if ordinary else node._sequence_nr()
+
+
+def _weight_behind(node: Any) -> Tensor | None:
+    """The leaf whose gradient a node accumulates, or hands on to be accumulated."""
+    return getattr(node.next_functions[0][0] if node.__class__ is _LENT_NODE else node, "variable", None)
 
 
 class _Lent(torch.autograd.Function):
@@ -139,8 +147,13 @@ def is_lent(t: Tensor) -> bool:
     return type(t.grad_fn) is _LENT_NODE
 
 
-def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[bool, Tensor | None]:
+def collect(
+    when: When, node: Any, g: Tensor, groups: tuple[str, ...], join: Callable[[Tensor], Tensor] | None = None
+) -> tuple[bool, Tensor | None]:
     """Take over the partial gradient `g` of the leaf, or of the lent tensor, behind `node`.
+
+    Args:
+        join: how the ranks make one gradient of their parts, if not by a sum.
 
     Returns:
         Whether that was possible, else `g` must be summed at once; and what the node gets for now.
@@ -151,7 +164,7 @@ def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[
         return False, None
     if node.__class__ is _LENT_NODE:
         if torch._C._will_engine_execute_node(node):
-            task_now().add(node, g, groups)
+            _hand_over(node, g, groups, join)
         return True, None
     weight = _leaf(node) if when is not When.LENT else None
     if weight is None:
@@ -169,8 +182,15 @@ def collect(when: When, node: Any, g: Tensor, groups: tuple[str, ...]) -> tuple[
         return True, None
     if when is When.BY_THE_WRAPPER:
         return True, g * scale
-    task_now().add(weight, g, groups)
+    _hand_over(weight, g, groups, join)
     return True, None
+
+
+def _hand_over(to: Any, g: Tensor, groups: tuple[str, ...], join: Callable[[Tensor], Tensor] | None) -> None:
+    if join is None:
+        task_now().add(to, g, groups)
+    else:
+        task_now().add_unjoined(to, g, join)
 
 
 def _leaf(node: Any) -> Tensor | None:
