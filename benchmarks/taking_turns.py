@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# glibc hands freed memory back to the system and pays for every page anew in the next step, or does not, as it lies: the
-# same step varied by a tenth. With these it keeps what a step will need again.
+# glibc hands freed memory back to the system and pays for every page anew in the next step, or does not, as it lies:
+# the same step varied by a tenth. With these it keeps what a step will need again.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(16 * 2**30))
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler has much to say on a machine without a GPU
