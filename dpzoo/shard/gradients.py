@@ -84,8 +84,8 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     """An operand that the ranks of `groups` hold alike and get parts of the gradient of, as an op on shards takes it.
 
     A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
-    the parts go into a bucket, and the node hands on their sum. It runs as late as may be, so that the parts of all
-    such tensors (six modulations in each block, all weights of DDP) are one collective.
+    the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
+    so that the parts of all tensors of one origin (six modulations of a block, all weights of DDP) are one collective.
     """
     if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():
         return p
@@ -94,15 +94,15 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
             return p
     elif not may_defer() or is_lent(p):
         return p
-    return _Lent.apply(p, _turn(p.grad_fn))
+    return _Lent.apply(p, _origin(p.grad_fn))
 
 
-def _turn(node: Any) -> int:
-    """Sequence number of a node that waits for what goes on to `node`: autograd runs high numbers first.
+def _origin(node: Any) -> int:
+    """Sequence number of the first node with several inputs on the way back: what runs after all its descendants did.
 
-    What a layer of ordinary weights made waits until the end of backward. FSDP2 counts on it that the nodes of a module
-    run before those of its inputs: what its weights made, or nobody knows what made, waits for the layer alone. Inputs
-    without a gradient (the number in `1 + scale`) do not count.
+    Inputs without a gradient (the number in `1 + scale`) do not count. Not later: FSDP2 counts on it that the nodes of
+    a module run before those of its inputs; and nodes of one number run in any order, so that the ranks' sums would
+    differ in their last bits.
     """
     if node is None:
         return 0
@@ -110,14 +110,7 @@ def _turn(node: Any) -> int:
         if hasattr(inputs[0], "variable"):
             break
         node = inputs[0]
-    weights = [w for w in map(_weight_behind, inputs) if w is not None]
-    ordinary = weights and not any(map(averaging.is_fully_sharded, weights))
-    return 0 if ordinary else node._sequence_nr()
-
-
-def _weight_behind(node: Any) -> Tensor | None:
-    """The leaf whose gradient a node accumulates, or hands on to be accumulated."""
-    return getattr(node.next_functions[0][0] if node.__class__ is _LENT_NODE else node, "variable", None)
+    return node._sequence_nr()
 
 
 class _Lent(torch.autograd.Function):

@@ -235,8 +235,7 @@ class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
         """Refused, as every way to the memory of a global tensor; torch.compile asks for it to tell tensors apart."""
         if not is_tracing():
             return super().untyped_storage()
-        with _NoTorchFunction():
-            return super().untyped_storage()
+        return self._local_tensor.untyped_storage()
 
     def _stable_hash_for_caching(self) -> str:
         spec = self._spec
