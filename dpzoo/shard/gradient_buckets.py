@@ -15,6 +15,7 @@ _flatten = torch._C._nn.flatten_dense_tensors
 _unflatten = torch._C._nn.unflatten_dense_tensors
 BUCKET_BYTES = 25 * 2**20
 Join = Callable[[Tensor], Tensor]
+Edge = tuple[Any, int]  # what gradients flow to: a node, and which of its inputs
 
 
 def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
@@ -26,7 +27,7 @@ def sum_over(g: Tensor, groups: tuple[str, ...]) -> Tensor:
 
 @dataclass
 class _Bucket:
-    """Partial gradients that travel together, and whom each is for: a weight, or a node that waits for it."""
+    """Partial gradients that travel together, and what each is for: a weight, or an edge where nodes wait for it."""
 
     groups: tuple[str, ...]
     items: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -43,7 +44,7 @@ class _Bucket:
         self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
 
     def sums(self) -> list[tuple[Any, Tensor]]:
-        """Wait, sum over the other groups; whom each sum is for, and the sum."""
+        """Wait, sum over the other groups; what each sum is for, and the sum."""
         assert self.flat is not None
         if self.work is not None:
             self.work.wait()
@@ -78,7 +79,7 @@ class _Outbox:
             self._send(key)
 
     def empty(self) -> Iterator[tuple[Any, Tensor]]:
-        """Send the rest and wait for all of it; whom each sum is for, and the sum."""
+        """Send the rest and wait for all of it; what each sum is for, and the sum."""
         self.send()
         sent, self._sent = self._sent, []
         for bucket in sent:
@@ -88,47 +89,42 @@ class _Outbox:
 class Task:
     """The gradients that one backward pass has under way.
 
-    Every rank fills and empties the outboxes in the same order: the graph is the same on all of them.
+    Every rank fills and empties the outboxes in the same order: the graph is the same on all of them. But waiting nodes
+    of one sequence number run in any order. Therefore the first of them empties the outbox for all, and those that hand
+    on to one edge share what was added for it: the first takes all, so that every rank adds it up alike.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._for_weights, self._for_nodes = _Outbox(), _Outbox()
-        self._unjoined: list[tuple[Tensor, Tensor, Join]] = []  # for weights
-        self._unjoined_of: dict[Any, list[tuple[Tensor, Join]]] = {}  # for nodes
-        self._awaited: set[Any] = set()  # nodes with parts on their way
-        self._arrived: dict[Any, list[Tensor]] = {}
+        self._for_weights, self._for_edges = _Outbox(), _Outbox()
+        self._unjoined: list[tuple[Tensor | Edge, Tensor, Join]] = []
+        self._arrived: dict[Edge, list[Tensor]] = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
-    def add(self, to: Any, g: Tensor, groups: tuple[str, ...]) -> None:
-        """Take the part `g` for a weight, or for a node that asks for it by `take`."""
-        if isinstance(to, Tensor):
-            self._for_weights.add(to, g, groups)
-        else:
-            self._for_nodes.add(to, g, groups)
-            self._awaited.add(to)
+    def add(self, to: Tensor | Edge, g: Tensor, groups: tuple[str, ...]) -> None:
+        """Take the part `g` for a weight, or for an edge at which nodes ask for it by `take`."""
+        (self._for_weights if isinstance(to, Tensor) else self._for_edges).add(to, g, groups)
 
-    def add_unjoined(self, to: Any, g: Tensor, join: Join) -> None:
+    def add_unjoined(self, to: Tensor | Edge, g: Tensor, join: Join) -> None:
         """Take the part `g` where `join` makes the whole of all ranks' parts; it is called as late as may be."""
-        if isinstance(to, Tensor):
-            self._unjoined.append((to, g, join))
-        else:
-            self._unjoined_of.setdefault(to, []).append((g, join))
+        self._unjoined.append((to, g, join))
 
-    def take(self, node: Any) -> list[Tensor]:
-        """What the parts that were added for a node make; the sums that other nodes wait for arrive with them."""
-        if node in self._awaited:
-            for to, g in self._for_nodes.empty():
-                self._arrived.setdefault(to, []).append(g)
-            self._awaited.clear()
-        return [*self._arrived.pop(node, ()), *(join(g) for g, join in self._unjoined_of.pop(node, ()))]
+    def take(self, edge: Edge) -> list[Tensor]:
+        """What the parts that were added for an edge make; what others wait for arrives with it."""
+        for to, g in self._for_edges.empty():
+            self._arrived.setdefault(to, []).append(g)
+        waiting = [part for part in self._unjoined if not isinstance(part[0], Tensor)]
+        self._unjoined = [part for part in self._unjoined if isinstance(part[0], Tensor)]
+        for to, g, join in waiting:
+            self._arrived.setdefault(to, []).append(join(g))  # type: ignore[arg-type]
+        return self._arrived.pop(edge, [])
 
     def _finish(self) -> None:
         _tasks.pop(self._number, None)
         with torch.no_grad():
             self._for_weights.send()
             for weight, g, join in self._unjoined:
-                _deliver(weight, join(g))
+                _deliver(weight, join(g))  # type: ignore[arg-type]
             for weight, g in self._for_weights.empty():
                 _deliver(weight, g)
 

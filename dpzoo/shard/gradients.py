@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.shard import averaging
+from dpzoo.shard.backward_order import late_place
 from dpzoo.shard.gradient_buckets import accumulate, sum_over, task_now
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.tracing import is_tracing
@@ -86,6 +87,7 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
     the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
     so that the parts of all tensors of one origin (six modulations of a block, all weights of DDP) are one collective.
+    Another view of a tensor that has such a node gets none: its parts are summed at once.
     """
     if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():
         return p
@@ -94,23 +96,8 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
             return p
     elif not may_defer() or is_lent(p):
         return p
-    return _Lent.apply(p, _origin(p.grad_fn))
-
-
-def _origin(node: Any) -> int:
-    """Sequence number of the first node with several inputs on the way back: what runs after all its descendants did.
-
-    Inputs without a gradient (the number in `1 + scale`) do not count. Not later: FSDP2 counts on it that the nodes of
-    a module run before those of its inputs; and nodes of one number run in any order, so that the ranks' sums would
-    differ in their last bits.
-    """
-    if node is None:
-        return 0
-    while len(inputs := [before for before, _ in node.next_functions if before is not None]) == 1:
-        if hasattr(inputs[0], "variable"):
-            break
-        node = inputs[0]
-    return node._sequence_nr()
+    number = late_place(p)
+    return p if number is None else _Lent.apply(p, number)
 
 
 class _Lent(torch.autograd.Function):
@@ -123,9 +110,9 @@ class _Lent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
-        """What was summed at once, and what waited."""
+        """What was summed at once, and, of nodes that hand on to one edge the first to run, what waited."""
         if not torch.is_grad_enabled():
-            for total in task_now().take(ctx):
+            for total in task_now().take(ctx.next_functions[0]):
                 if ctx.spec is not None:
                     total = wrap(total, ctx.spec.for_local(total))
                 g = total if g is None else g + total
@@ -157,7 +144,7 @@ def collect(
         return False, None
     if node.__class__ is _LENT_NODE:
         if torch._C._will_engine_execute_node(node):
-            _hand_over(node, g, groups, join)
+            _hand_over(node.next_functions[0], g, groups, join)
         return True, None
     weight = _leaf(node) if when is not When.LENT else None
     if weight is None:

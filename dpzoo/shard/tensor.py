@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as _NoTorchFunction
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
@@ -235,7 +236,10 @@ class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
         """Refused, as every way to the memory of a global tensor; torch.compile asks for it to tell tensors apart."""
         if not is_tracing():
             return super().untyped_storage()
-        return self._local_tensor.untyped_storage()
+        if type(self._local_tensor) is FakeTensor:  # an input: one that the graph writes must not have another name
+            return self._local_tensor.untyped_storage()
+        with _NoTorchFunction():
+            return super().untyped_storage()
 
     def _stable_hash_for_caching(self) -> str:
         spec = self._spec

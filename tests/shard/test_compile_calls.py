@@ -278,3 +278,18 @@ def test_leaving_and_relaying():
         want = call(x)
         assert getattr(y, "_spec", None) is getattr(want, "_spec", None)
         torch.testing.assert_close(getattr(y, "_local_tensor", y), getattr(want, "_local_tensor", want))
+
+
+def written_and_read(a, b):
+    a.add_(1)
+    return b * 2
+
+
+@distributed(ranks=2)
+def test_a_graph_that_writes_one_of_two_names_of_a_tensor_is_refused():
+    """torch would have to know in the graph that both are one; it does of plain tensors alone."""
+    x = cut(field()).detach()
+    with pytest.raises(Exception, match="aliased inputs that are mutated"):
+        torch.compile(written_and_read, backend="aot_eager", fullgraph=True)(x.transpose(0, 2), x)
+    run = torch.compile(written_and_read, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(x.clone(), x).full_tensor(), 2 * x.full_tensor())

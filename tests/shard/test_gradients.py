@@ -259,6 +259,23 @@ def test_who_reads_the_gradient_of_a_modulation_sees_all_of_it(whole):
     same({k: g.to_local() if whole else g for k, g in found[1].items()}, found[0])
 
 
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (0, 7, 0)])
+@distributed(ranks=3)
+def test_replicas_agree_to_the_bit(sizes):
+    """Sums are added in one order on all ranks, whatever each of them has to do besides."""
+    torch.manual_seed(4)
+    weight, inner = torch.randn(6, requires_grad=True), nn.Conv1d(6, 6, 3, padding=1)
+    scale = weight.exp()
+    x = scatter_tensor(torch.randn(2, 6, ROWS), 0, domain_mesh(), [Shard(2)], sizes={0: sizes}).requires_grad_(True)
+    for _ in range(6):
+        x = inner(x) * scale.unsqueeze(1) + nn.functional.layer_norm(x.mT, (6,), scale).mT
+    x.square().sum().backward()
+    for grad in (weight.grad, *(p.grad for p in inner.parameters())):
+        every = [torch.empty_like(grad) for _ in range(3)]
+        torch.distributed.all_gather(every, grad.contiguous())
+        assert torch.equal(every[0], every[1]) and torch.equal(every[0], every[2])
+
+
 @distributed(ranks=2)
 def test_mixed_dtypes_and_memory_orders():
     def make():
