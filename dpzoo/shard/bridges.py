@@ -4,7 +4,6 @@ Invariants: `_local_tensor` is never part of a graph; the gradient of a tensor h
 partial). The backward of each bridge is another bridge called as a differentiable function, so second order works.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,6 @@ def grad_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
 
 def _is_laid_out(x: ShardTensor, spec: ShardTensorSpec) -> bool:
     return x._spec is spec or (x._spec.cuts == spec.cuts and x._spec.sizes == spec.sizes)
-
-
-def _groups_of(spec: ShardTensorSpec, axes: Iterable[int]) -> tuple[str, ...]:
-    """Those of the mesh axes that have more than one rank."""
-    layout = spec.layout
-    return tuple(layout.groups[a] for a in sorted(axes) if layout.shape[a] > 1)
 
 
 def partial_over(spec: ShardTensorSpec, axes: tuple[int, ...]) -> ShardTensorSpec:
@@ -92,7 +85,7 @@ def to_shard(x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...] = 
     """
     if x.requires_grad and torch.is_grad_enabled():
         if sum_axes and _is_laid_out(x, spec) and not spec.is_partial:
-            x = gradients.lent(x, _groups_of(spec, sum_axes))  # type: ignore[assignment]
+            x = gradients.lent(x, spec.layout.groups_over(sum_axes))  # type: ignore[assignment]
         return _ToShard.apply(x, spec, sum_axes)
     return move(x._local_tensor, x._spec, spec)
 
@@ -101,7 +94,7 @@ class _ToShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardTensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> Tensor:
         ctx.spec, ctx.src, ctx.sum_axes = spec, x._spec, sum_axes
-        ctx.groups = _groups_of(spec, sum_axes) if sum_axes and gradients.is_lent(x) else ()
+        ctx.groups = spec.layout.groups_over(sum_axes) if sum_axes and gradients.is_lent(x) else ()
         return move(x._local_tensor, x._spec, spec).detach()
 
     @staticmethod
@@ -173,7 +166,7 @@ def plain_to_shard(p: Tensor, spec: ShardTensorSpec, sum_axes: tuple[int, ...]) 
 
 def _sharers(spec: ShardTensorSpec, sum_axes: tuple[int, ...]) -> tuple[str, ...]:
     """The groups whose ranks get parts of the gradient of a plain tensor that is used in the layout `spec`."""
-    return _groups_of(spec, {*sum_axes, *spec.cut_dims.values()})
+    return spec.layout.groups_over(sorted({*sum_axes, *spec.cut_dims.values()}))
 
 
 def _slice(p: Tensor, spec: ShardTensorSpec) -> Tensor:

@@ -133,11 +133,7 @@ def _exit(layout: Any, labels: Any, dims: Dims, choices: Any) -> _Exit:
         assert c.label is None or cuts[axis] != REPLICATED or c.label in dims.sums, (
             f"label {c.label} is lost: declare it whole"
         )
-    groups = tuple(
-        layout.groups[a]
-        for a, c in enumerate(choices)
-        if c.label is not None and cuts[a] == REPLICATED and layout.shape[a] > 1
-    )
+    groups = layout.groups_over(a for a, c in enumerate(choices) if c.label is not None and cuts[a] == REPLICATED)
     home = layout_of(labels, choices, home=True)
     return _Exit(layout, cuts, sizes, groups, home if home != (cuts, sizes) else None)
 

@@ -7,6 +7,7 @@ are found by name; the mesh is made anew from them if it is gone.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,6 +81,10 @@ class MeshLayout:
             other.names,
             other.ranks,
         )
+
+    def groups_over(self, axes: Iterable[int]) -> tuple[str, ...]:
+        """Names of the groups of these axes; those of one rank alone are left out."""
+        return tuple(self.groups[axis] for axis in axes if self.shape[axis] > 1)
 
     @property
     def device_mesh(self) -> DeviceMesh:

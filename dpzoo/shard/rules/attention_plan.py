@@ -106,11 +106,8 @@ class SequencePlan:
             cut = [("n", q_sizes), ("m", kv_sizes), ("m", kv_sizes), (kept, q_sizes if kept == "n" else kv_sizes)][i]
             cuts, sizes = with_axis(layout_of(names, choices), axis, names, *cut)
             self.specs.append(ShardTensorSpec.make(layout, cuts, sizes, t.shape, t.dtype))
-            uncut = [
-                a for a, c in enumerate(choices)
-                if layout.shape[a] > 1 and cuts[a] == REPLICATED and (a == axis or c.label is not None)
-            ]  # fmt: skip
-            self.sum_groups.append(tuple(layout.groups[a] for a in uncut))
+            used = (a for a, c in enumerate(choices) if a == axis or c.label is not None)
+            self.sum_groups.append(layout.groups_over(a for a in used if cuts[a] == REPLICATED))
         self.out_cuts, self.out_sizes = with_axis(layout_of(out_labels, choices), axis, out_labels, "n", q_sizes)
         self.method = self._make_method(q_sizes, kv_sizes)
         self._lead: Tensor | None = None

@@ -94,7 +94,7 @@ def _one_node(
 def _linear_layout(spec: ShardTensorSpec, features: int, width: int) -> tuple[ShardTensorSpec, tuple[str, ...]] | None:
     if not spec.ndim or spec.shape[-1] != width or spec.is_partial or spec.ndim - 1 in spec.cuts:
         return None
-    groups = tuple(spec.layout.groups[a] for a in spec.cut_dims.values() if spec.layout.shape[a] > 1)
+    groups = spec.layout.groups_over(spec.cut_dims.values())
     return spec.like(shape=(*spec.shape[:-1], features)), groups
 
 

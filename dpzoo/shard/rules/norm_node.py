@@ -18,7 +18,7 @@ from torch import Tensor
 from dpzoo.shard import gradients
 from dpzoo.shard.bridges import shard_of_grad
 from dpzoo.shard.local_bridges import stack_over
-from dpzoo.shard.rules.parts import cut_axes, groups_of
+from dpzoo.shard.rules.parts import cut_axes
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 
@@ -119,13 +119,13 @@ class NormNode(torch.autograd.Function):
         found: list[Any] = [None] * 5
         if ctx.needs_input_grad[0]:
             sums = torch.stack((rows.join(sum_g * weight).sum(1), rows.join(sum_gx * weight).sum(1))).double()
-            sums = gradients.sum_over(sums, groups_of(rows.spec, rows.axes)) / max(rows.count, 1)
+            sums = gradients.sum_over(sums, rows.spec.layout.groups_over(rows.axes)) / max(rows.count, 1)
             mean_g, mean_gx = (rows.spread(s).to(lines.dtype) for s in sums)
             rstd = (var + rows.eps).rsqrt()
             gx = _transform(lines, -rstd * mean_gx, -rstd * mean_g, mean, var, rows.eps)
             gx = _as_shard(gx.addcmul_(g_lines, (rstd * weight).view(1, -1, 1)), x._local_tensor)
             found[0] = wrap(gx, x._spec.for_local(gx))
-        over = groups_of(rows.spec, cut_axes(rows.spec, range(rows.spec.ndim)))
+        over = rows.spec.layout.groups_over(cut_axes(rows.spec, range(rows.spec.ndim)))
         for i, (t, sums) in enumerate(((w, sum_gx), (b, sum_g)), 1):
             if t is not None and ctx.needs_input_grad[i]:
                 per_channel = sums.view(rows.spec.local_shape[:2]).sum(0).to(t.dtype)

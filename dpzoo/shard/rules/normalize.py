@@ -18,7 +18,7 @@ from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.local_bridges import stack_over, sum_over
 from dpzoo.shard.plan import Dims, Labels, probe
 from dpzoo.shard.registry import RULE_OF, handler, rule, spellings
-from dpzoo.shard.rules.parts import cut_axes, fill_empty, global_of, groups_of, normal_dim, whole_values
+from dpzoo.shard.rules.parts import cut_axes, fill_empty, global_of, normal_dim, whole_values
 from dpzoo.shard.spec import ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 
@@ -47,7 +47,7 @@ def _softmax_on_cut(x: Any, dim: int, log: bool) -> ShardTensor:
     with torch.no_grad():
         top = stack_over(fill_empty(local.detach(), (dim,), float("-inf")).amax(dim, True), spec, axes).amax(0)
     shifted = local - top
-    total = sum_over(shifted.exp().sum(dim, keepdim=True), groups_of(spec, axes), shared=False)
+    total = sum_over(shifted.exp().sum(dim, keepdim=True), spec.layout.groups_over(axes), shared=False)
     out = shifted - total.log() if log else shifted.exp() / total
     return global_of(out.to(dtype), spec, spec.cuts, spec.sizes)
 
@@ -149,7 +149,7 @@ def _norm_groups(spec: ShardTensorSpec, shape: tuple[int, ...]) -> tuple[str, ..
             and not spec.is_partial
             and not any(d >= first for d in spec.cut_dims)
         )
-        _NORM_GROUPS[key] = groups_of(spec, cut_axes(spec, range(first))) if fits else None
+        _NORM_GROUPS[key] = spec.layout.groups_over(cut_axes(spec, range(first))) if fits else None
     return _NORM_GROUPS[key]
 
 

@@ -118,11 +118,6 @@ def cut_axes(spec: ShardTensorSpec, dims: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def groups_of(spec: ShardTensorSpec, axes: Sequence[int]) -> tuple[str, ...]:
-    """Group names of mesh axes."""
-    return tuple(spec.layout.groups[a] for a in axes)
-
-
 def fill_empty(local: Tensor, dims: Sequence[int], value: Any) -> Tensor:
     """A shard without elements gets one row of `value` along each empty dim in `dims`; the graph stays connected."""
     for d in dims:
@@ -183,4 +178,4 @@ def _local_values(index: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     if not isinstance(index, ShardTensor):
         return index.detach(), ()
     spec = whole_values(index._spec)
-    return move(index._local_tensor, index._spec, spec), groups_of(spec, cut_axes(spec, range(spec.ndim)))
+    return move(index._local_tensor, index._spec, spec), spec.layout.groups_over(cut_axes(spec, range(spec.ndim)))

@@ -22,7 +22,7 @@ from dpzoo.shard.dispatch_door import on, spec_in
 from dpzoo.shard.fallback import gather_call
 from dpzoo.shard.local_bridges import stack_over, sum_over
 from dpzoo.shard.registry import handler, spellings
-from dpzoo.shard.rules.parts import cut_axes, global_of, groups_of, layout_without, normal_dims, whole_values
+from dpzoo.shard.rules.parts import cut_axes, global_of, layout_without, normal_dims, whole_values
 from dpzoo.shard.spec import Cut, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
 
@@ -46,7 +46,7 @@ class Reduction:
     def __init__(self, spec: ShardTensorSpec, dims: tuple[int, ...], keepdim: bool) -> None:
         self.spec, self.dims, self.keepdim = spec, dims, keepdim
         self.axes = cut_axes(spec, dims)
-        self.groups = groups_of(spec, self.axes)
+        self.groups = spec.layout.groups_over(self.axes)
         self.count = math.prod(spec.shape[d] for d in dims)
         self.empty = self.count == 0
         self.layout: tuple[Sequence[Cut], Sequence[Any]] = layout_without(spec, dims, keepdim)

@@ -20,7 +20,7 @@ from dpzoo.shard.plan import Dims, Labels
 from dpzoo.shard.registry import RULE_OF, handler, rule
 from dpzoo.shard.rules.meta import as_torch, output_shape
 from dpzoo.shard.rules.norm_node import NormNode, Rows
-from dpzoo.shard.rules.parts import cut_axes, groups_of, whole_values
+from dpzoo.shard.rules.parts import cut_axes, whole_values
 from dpzoo.shard.tensor import ShardTensor
 
 
@@ -36,7 +36,7 @@ def _normalized(
     fits = not spec.is_partial and spec.axis_of(1) is None and not x.dtype.is_complex and x.numel()
     if fits and _plain(weight, bias):
         composed = functools.partial(_composed, groups=groups, over_batch=over_batch, eps=eps)
-        sharers = groups_of(spec, cut_axes(spec, range(spec.ndim)))
+        sharers = spec.layout.groups_over(cut_axes(spec, range(spec.ndim)))
         weight, bias = gradients.lent(weight, sharers), gradients.lent(bias, sharers)
         return NormNode.apply(
             x, weight, bias, Rows(whole_values(spec), groups, over_batch, eps), lambda *t: composed(*t)[0]
