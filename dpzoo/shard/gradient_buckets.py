@@ -59,8 +59,12 @@ class _Outbox:
     def __init__(self) -> None:
         self._open: dict[Any, _Bucket] = {}
         self._sent: list[_Bucket] = []
+        self._unjoined: list[tuple[Any, Tensor, Join]] = []
 
-    def add(self, to: Any, g: Tensor, groups: tuple[str, ...]) -> None:
+    def add(self, to: Any, g: Tensor, groups: tuple[str, ...], join: Join | None) -> None:
+        if join is not None:
+            self._unjoined.append((to, g, join))
+            return
         key = (groups, g.dtype, g.device)
         bucket = self._open.setdefault(key, _Bucket(groups))
         bucket.items.append((to, g))
@@ -73,15 +77,14 @@ class _Outbox:
         bucket.launch()
         self._sent.append(bucket)
 
-    def send(self) -> None:
-        """Start what has not been sent."""
+    def empty(self) -> Iterator[tuple[Any, Tensor]]:
+        """Send the rest, and wait for all of it; what each whole gradient is for, and the gradient."""
         for key in list(self._open):
             self._send(key)
-
-    def empty(self) -> Iterator[tuple[Any, Tensor]]:
-        """Send the rest and wait for all of it; what each sum is for, and the sum."""
-        self.send()
         sent, self._sent = self._sent, []
+        unjoined, self._unjoined = self._unjoined, []
+        for to, g, join in unjoined:  # while the sums are on their way
+            yield to, join(g)
         for bucket in sent:
             yield from bucket.sums()
 
@@ -97,34 +100,26 @@ class Task:
     def __init__(self, number: int) -> None:
         self._number = number
         self._for_weights, self._for_edges = _Outbox(), _Outbox()
-        self._unjoined: list[tuple[Tensor | Edge, Tensor, Join]] = []
         self._arrived: dict[Edge, list[Tensor]] = {}
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
-    def add(self, to: Tensor | Edge, g: Tensor, groups: tuple[str, ...]) -> None:
-        """Take the part `g` for a weight, or for an edge at which nodes ask for it by `take`."""
-        (self._for_weights if isinstance(to, Tensor) else self._for_edges).add(to, g, groups)
+    def add(self, to: Tensor | Edge, g: Tensor, groups: tuple[str, ...], join: Join | None) -> None:
+        """Take the part `g` for a weight, or for an edge at which nodes ask for it by `take`.
 
-    def add_unjoined(self, to: Tensor | Edge, g: Tensor, join: Join) -> None:
-        """Take the part `g` where `join` makes the whole of all ranks' parts; it is called as late as may be."""
-        self._unjoined.append((to, g, join))
+        Args:
+            join: makes the whole of all ranks' parts, as late as may be; None: the parts are summed over the groups.
+        """
+        (self._for_weights if isinstance(to, Tensor) else self._for_edges).add(to, g, groups, join)
 
     def take(self, edge: Edge) -> list[Tensor]:
         """What the parts that were added for an edge make; what others wait for arrives with it."""
         for to, g in self._for_edges.empty():
             self._arrived.setdefault(to, []).append(g)
-        waiting = [part for part in self._unjoined if not isinstance(part[0], Tensor)]
-        self._unjoined = [part for part in self._unjoined if isinstance(part[0], Tensor)]
-        for to, g, join in waiting:
-            self._arrived.setdefault(to, []).append(join(g))  # type: ignore[arg-type]
         return self._arrived.pop(edge, [])
 
     def _finish(self) -> None:
         _tasks.pop(self._number, None)
         with torch.no_grad():
-            self._for_weights.send()
-            for weight, g, join in self._unjoined:
-                _deliver(weight, join(g))  # type: ignore[arg-type]
             for weight, g in self._for_weights.empty():
                 _deliver(weight, g)
 

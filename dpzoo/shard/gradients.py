@@ -9,7 +9,7 @@ Where somebody reads the gradient earlier (hooks on the weight, `autograd.grad`,
 once instead. And where a wrapper averages over the domain as well, a part is only scaled (see `averaging.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpzoo.shard import averaging
 from dpzoo.shard.backward_order import late_place
-from dpzoo.shard.gradient_buckets import accumulate, sum_over, task_now
+from dpzoo.shard.gradient_buckets import Join, accumulate, sum_over, task_now
 from dpzoo.shard.tensor import ShardTensor, wrap
 from dpzoo.shard.tracing import is_tracing
 
@@ -128,7 +128,7 @@ def is_lent(t: Tensor) -> bool:
 
 
 def collect(
-    when: When, node: Any, g: Tensor, groups: tuple[str, ...], join: Callable[[Tensor], Tensor] | None = None
+    when: When, node: Any, g: Tensor, groups: tuple[str, ...], join: Join | None = None
 ) -> tuple[bool, Tensor | None]:
     """Take over the partial gradient `g` of the leaf, or of the lent tensor, behind `node`.
 
@@ -144,7 +144,7 @@ def collect(
         return False, None
     if node.__class__ is _LENT_NODE:
         if torch._C._will_engine_execute_node(node):
-            _hand_over(node.next_functions[0], g, groups, join)
+            task_now().add(node.next_functions[0], g, groups, join)
         return True, None
     weight = _leaf(node) if when is not When.LENT else None
     if weight is None:
@@ -162,15 +162,8 @@ def collect(
         return True, None
     if when is When.BY_THE_WRAPPER:
         return True, g * scale
-    _hand_over(weight, g, groups, join)
+    task_now().add(weight, g, groups, join)
     return True, None
-
-
-def _hand_over(to: Any, g: Tensor, groups: tuple[str, ...], join: Callable[[Tensor], Tensor] | None) -> None:
-    if join is None:
-        task_now().add(to, g, groups)
-    else:
-        task_now().add_unjoined(to, g, join)
 
 
 def _leaf(node: Any) -> Tensor | None:
