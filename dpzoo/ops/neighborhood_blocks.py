@@ -84,9 +84,7 @@ def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Ge
     """The attention alone, with the graph of every block: for second derivatives, which need memory for all scores."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for jobs, bias in _calls(q, k, table, at):
-        o = attend_differentiably(*_inputs(q, k, v, jobs), bias, at.scale)
-        for job, piece in zip(jobs, _unstack(o, jobs, "queries"), strict=True):
-            out[(slice(None), *(slice(*block.queries) for block in job))] = piece
+        _write(out, attend_differentiably(*_inputs(q, k, v, jobs), bias, at.scale), jobs)
     return out
 
 
@@ -161,18 +159,19 @@ def _add_to_table(dtable: Tensor, dscores: Tensor, job: Job, at: Geometry) -> No
 
 
 # ---------------------------------------------------------------------- between the grid and the calls
-def _parts(t: Tensor, jobs: Sequence[Job], which: str) -> list[Tensor]:
-    """Views of (B, *grid, ...), one for each block: its "queries" or "keys". The blocks are of one shape."""
+def _parts(t: Tensor, jobs: Sequence[Job], which: str) -> Iterator[Tensor]:
+    """Views of (B, *grid, ...), one for each block: its "queries" or "keys". The blocks are of one shape.
+
+    Each is taken when the one before has been used: autograd must see a write to a view before the next is taken.
+    """
     spans = [[getattr(block, which) for block in job] for job in jobs]
     # One call for each view, not one for each of its dims: there are many blocks.
     grid = t.stride()[1 : 1 + len(spans[0])]
     size = [t.shape[0], *(len(range(*span)) for span in spans[0]), *t.shape[1 + len(grid) :]]
     steps = [s * step for s, (_, _, step) in zip(grid, spans[0], strict=True)]
     stride, start = [t.stride(0), *steps, *t.stride()[1 + len(grid) :]], t.storage_offset()
-    return [
-        t.as_strided(size, stride, start + sum(span[0] * s for span, s in zip(each, grid, strict=True)))
-        for each in spans
-    ]
+    for each in spans:
+        yield t.as_strided(size, stride, start + sum(span[0] * s for span, s in zip(each, grid, strict=True)))
 
 
 def _write(t: Tensor, stacked: Tensor, jobs: Sequence[Job]) -> None:
@@ -183,7 +182,7 @@ def _write(t: Tensor, stacked: Tensor, jobs: Sequence[Job]) -> None:
 
 def _stack(t: Tensor, jobs: Sequence[Job], which: str) -> Tensor:
     """The blocks' parts of (B, *grid, H, C) as (jobs * B, H, positions, C); `which` is "queries" or "keys"."""
-    parts = _parts(t, jobs, which)
+    parts = list(_parts(t, jobs, which))
     stacked = torch.stack(parts).flatten(0, 1) if len(parts) > 1 else parts[0]
     return stacked.flatten(1, -3).transpose(1, 2)
 

@@ -133,7 +133,8 @@ def exchange_back(g: Tensor, dim: int, sizes: Sizes, wanted: Wanted, group: str)
 
 def exchange_back_each(gs: Sequence[Tensor], dim: int, sizes: Sizes, wanted: Wanted, group: str) -> list[Tensor]:
     """The transpose of `exchange_each`."""
-    own, me = own_intervals(sizes)[group_rank(group)], group_rank(group)
+    me = group_rank(group)
+    own = own_intervals(sizes)[me]
     home = start_return(gs, dim, sizes, wanted, group, wait=True)
     out = [_own_rows(g, dim, own, wanted[me]) for g in gs]
     home.add_to(out)
