@@ -84,7 +84,12 @@ def write_fields(
 
     together(create, mesh)
     group = together(lambda: _fill(path, fields, placed), mesh)
-    together(lambda: group.attrs.update({MARKER: {"state": "finished"}} if first else {}), mesh)
+
+    def finish() -> None:
+        if first:
+            group.attrs[MARKER] = {"state": "finished"}
+
+    together(finish, mesh)
 
 
 def _fill(path: Path, fields: Tensor, layout: GridLayout | None) -> Any:
