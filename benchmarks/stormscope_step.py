@@ -188,7 +188,7 @@ def main() -> None:
         return estimate(options.estimate)
     grid = options.grid or ((128, 224) if options.quick else None)
     job = Job(options.model, {} if grid is None else {"img_size": tuple(grid)})
-    rounds = measure(SETTINGS, job, options.rounds or (3 if options.quick else 7))
+    rounds = measure(SETTINGS, job, options.rounds or (3 if options.quick else 7), allocated=True)
     table = summarize(rounds, "one")
     print(f"{job.model} {job.options}, {RANKS} ranks, torch {torch.__version__}")
     show(table, "one")

@@ -1,7 +1,7 @@
 """Measure settings that take turns, each in processes of its own: rounds of samples, and ratios within a round.
 
 A setting is a function that builds a step, in a process alone or in the ranks of a gloo group. All processes are
-started at first and wait; in a round each setting runs one step, so that a busy machine slows all of them alike.
+started at first and wait; in a round each setting runs a step, or some, so that a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Sample:
         wall, cpu: seconds a step.
         memory: the most resident bytes above the level before the step was built (Linux); it depends on what the C
             library keeps of what was freed, and wavers.
-        allocated: the most bytes that torch's allocator handed out during a step; of the last turn, else 0.
+        allocated: the most bytes that torch's allocator handed out during a step; 0 if that was not asked for.
         value: what the step returned.
     """
 
@@ -80,8 +80,14 @@ class Sample:
     allocated: int = 0
 
 
-def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str, list[Sample]]]:
-    """Rounds of samples, per setting one of each process; a first round is warm-up and left out."""
+def measure(
+    settings: Sequence[Setting], job: Any, rounds: int, allocated: bool = False
+) -> list[dict[str, list[Sample]]]:
+    """Rounds of samples, per setting one of each process; a first round is warm-up and left out.
+
+    Args:
+        allocated: run one more step after the last, to find what torch's allocator hands out.
+    """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         lines: dict[str, list[Connection]] = {}
@@ -96,7 +102,11 @@ def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str
                 processes[-1].start()
                 theirs.close()
         try:
-            return [_round(lines, list(lines), number, rounds) for number in range(rounds + 1)][1:]
+            found = []
+            for number in range(rounds + 1):
+                found.append(_round(lines, number, "allocated" if allocated and number == rounds else "turn"))
+                print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+            return found[1:]
         finally:
             for line in (line for group in lines.values() for line in group):
                 with suppress(OSError):  # a process that failed is gone
@@ -105,14 +115,13 @@ def measure(settings: Sequence[Setting], job: Any, rounds: int) -> list[dict[str
                 process.join()
 
 
-def _round(lines: dict[str, list[Connection]], names: list[str], number: int, rounds: int) -> dict[str, list[Sample]]:
-    samples = {}
+def _round(lines: dict[str, list[Connection]], number: int, order: str) -> dict[str, list[Sample]]:
+    samples, names = {}, list(lines)
     turn = number % len(names)
     for name in names[turn:] + names[:turn]:
         for line in lines[name]:
-            line.send("last turn" if number == rounds else "turn")
+            line.send(order)
         samples[name] = [line.recv() for line in lines[name]]
-    print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     return {name: samples[name] for name in names}
 
 
@@ -128,7 +137,7 @@ def _serve(setting: Setting, job: Any, rank: int, folder: str, line: Connection)
         step = setting.build(job, given)
     while order := line.recv():
         sample = _timed(step, level, setting.steps)
-        line.send(replace(sample, allocated=_most_allocated(step)) if order == "last turn" else sample)
+        line.send(replace(sample, allocated=_most_allocated(step)) if order == "allocated" else sample)
     if setting.ranks:
         dist.destroy_process_group()
 
