@@ -12,89 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    GroupName,
-    ProcessGroup,
-    _resolve_process_group,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroup
 
-from dpzoo.shard import traffic
+from dpzoo.shard import one_shot, traffic
+from dpzoo.shard.all_reduce import PendingReduction, all_reduce, start_all_reduce_
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, starts
+from dpzoo.shard.process_groups import device_of, group_of, group_rank, group_size
 from dpzoo.shard.tracing import is_tracing, traceable
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
-# Reductions that a backend lacks run in another dtype that holds every value.
-_REDUCED_AS = {
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-}
+__all__ = ["PendingReduction", "all_reduce", "device_of", "group_size", "start_all_reduce_"]  # and what is defined here
+
 # Calls go to the process group itself: torch's functions around it cost as much as a small message.
 _GATHER_NOW, _EXCHANGE_NOW, _EXCHANGE_LATER = AllgatherOptions(), AllToAllOptions(), AllToAllOptions()
 _GATHER_NOW.asyncOp = _EXCHANGE_NOW.asyncOp = False
 _EXCHANGE_LATER.asyncOp = True
-_REDUCE_NOW: dict[str, AllreduceOptions] = {}
-_REDUCE_LATER = AllreduceOptions()
-_REDUCE_LATER.reduceOp, _REDUCE_LATER.asyncOp = dist.ReduceOp.SUM, True
-for _name, _op in _OPS.items():
-    _REDUCE_NOW[_name] = AllreduceOptions()
-    _REDUCE_NOW[_name].reduceOp, _REDUCE_NOW[_name].asyncOp = _op, False
-
-
-def group_of(name: str) -> ProcessGroup:
-    """The process group with this name."""
-    return _resolve_process_group(GroupName(name))
-
-
-def group_size(name: str) -> int:
-    """Number of ranks of the group."""
-    return group_of(name).size()
-
-
-def group_rank(name: str) -> int:
-    """This rank's number inside the group."""
-    return group_of(name).rank()
-
-
-# ---------------------------------------------------------------------- reductions
-@traceable(lambda t, *_: t.shape)
-def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
-    """A new tensor holding the reduction over the group, the same bits on every rank."""
-    pg = group_of(group)
-    if pg.size() == 1 or t.numel() == 0:
-        return t
-    if op == "avg":
-        return all_reduce(t, group, "sum") / pg.size()
-    if t.dtype is torch.bool:  # a sum of truths is true when one of them is
-        op = {"sum": "max", "product": "min"}.get(op, op)
-    if t.dtype in _REDUCED_AS:
-        return all_reduce(t.to(_REDUCED_AS[t.dtype]), group, op).to(t.dtype)
-    out = t.detach().clone(memory_format=torch.contiguous_format)
-    traffic.note(out.nbytes)
-    work = pg.allreduce([torch.view_as_real(out) if out.is_complex() else out], _REDUCE_NOW[op])
-    if work is not None:
-        work.wait()
-    return out
-
-
-def all_reduce_async_(flat: Tensor, group: str) -> dist.Work:
-    """Start summing `flat` in place over the group; wait on what comes back before reading it."""
-    traffic.note(flat.nbytes)
-    work = group_of(group).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], _REDUCE_LATER)
-    assert work is not None
-    return work
 
 
 # ---------------------------------------------------------------------- movement
@@ -167,10 +99,7 @@ def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
         flat = torch.cat([flat, flat.new_empty(per - flat.numel())])
     n = pg.size()
     out = t.new_empty((n, longest * row))
-    traffic.note(per)
-    work = pg._allgather_base(out.view(torch.uint8).view(-1), flat, _GATHER_NOW)
-    if work is not None:
-        work.wait()
+    _gather_equal(flat, out.view(torch.uint8), pg)
     if min(sizes) == longest:
         if math.prod(t.shape[:dim]) == 1:  # it lies in memory as it should
             return out.view(with_size(t.shape, dim, n * longest))
@@ -197,12 +126,20 @@ def _gathered_blocks(t: Tensor, dim: int, pg: ProcessGroup) -> Tensor:
     """All blocks as they arrive: nothing is packed, padded or copied."""
     n = pg.size()
     flat = t.detach().contiguous().view(-1)
-    out = flat.new_empty(n * flat.numel())
-    traffic.note(flat.nbytes)
-    work = pg._allgather_base(out, flat, _GATHER_NOW)
+    out = flat.new_empty((n, flat.numel()))
+    _gather_equal(flat, out, pg)
+    return out.view(with_size(t.shape, dim, n * t.shape[dim]))
+
+
+def _gather_equal(mine: Tensor, out: Tensor, pg: ProcessGroup) -> None:
+    """Fill `out` (n, numel) with what each rank has as `mine` (numel,)."""
+    traffic.note(mine.nbytes)
+    if one_shot.serves(mine.nbytes, mine.device, pg):
+        one_shot.start_gather(mine.view(torch.uint8), out.view(torch.uint8), pg, wait=True)
+        return
+    work = pg._allgather_base(out.view(-1), mine, _GATHER_NOW)
     if work is not None:
         work.wait()
-    return out.view(with_size(t.shape, dim, n * t.shape[dim]))
 
 
 @traceable(lambda *call: _all_to_all_shape(*call))
@@ -336,13 +273,6 @@ def gather_over_mesh(value: Any, layout: MeshLayout) -> list[Any]:
         if layout.shape[axis] > 1:
             found = [v for part in gather_objects(found, layout.groups[axis]) for v in part]
     return found
-
-
-def device_of(device_type: str) -> torch.device:
-    """This rank's device of a type."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 # ---------------------------------------------------------------------- integers

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
@@ -33,21 +32,21 @@ class _Bucket:
     items: list[tuple[Any, Tensor]] = field(default_factory=list)
     nbytes: int = 0
     flat: Tensor | None = None
-    work: dist.Work | None = None
+    sum: comm.PendingReduction | None = None
 
-    def launch(self) -> None:
-        """Start the sum over the first group."""
+    def launch(self, wait: bool = False) -> None:
+        """Start the sum over the first group; `wait`: come back when it is there."""
         # Always a copy: a gradient may be shared with another input of its op, and the sum is made in place.
         self.flat = _flatten([g for _, g in self.items])
         if len(self.items) == 1:
             self.flat = self.flat.clone()
-        self.work = comm.all_reduce_async_(self.flat, self.groups[0]) if self.flat.numel() else None
+        self.sum = comm.start_all_reduce_(self.flat, self.groups[0], wait=wait) if self.flat.numel() else None
 
     def sums(self) -> list[tuple[Any, Tensor]]:
         """Wait, sum over the other groups; what each sum is for, and the sum."""
         assert self.flat is not None
-        if self.work is not None:
-            self.work.wait()
+        if self.sum is not None:
+            self.sum.wait()
         flat = sum_over(self.flat, self.groups[1:])
         parts = _unflatten(flat, [g for _, g in self.items])
         return [(to, g) for (to, _), g in zip(self.items, parts, strict=True)]
@@ -72,17 +71,17 @@ class _Outbox:
         if bucket.nbytes >= BUCKET_BYTES:
             self._send(key)
 
-    def _send(self, key: Any) -> None:
+    def _send(self, key: Any, wait: bool = False) -> None:
         bucket = self._open.pop(key)
-        bucket.launch()
+        bucket.launch(wait)
         self._sent.append(bucket)
 
     def empty(self) -> Iterator[tuple[Any, Tensor]]:
         """Send the rest, and wait for all of it; what each whole gradient is for, and the gradient."""
-        for key in list(self._open):
-            self._send(key)
-        sent, self._sent = self._sent, []
         unjoined, self._unjoined = self._unjoined, []
+        for left, key in reversed(list(enumerate(reversed(self._open)))):
+            self._send(key, wait=not left and not unjoined)  # nothing else is to be done in the meantime
+        sent, self._sent = self._sent, []
         for to, g, join in unjoined:  # while the sums are on their way
             yield to, join(g)
         for bucket in sent:

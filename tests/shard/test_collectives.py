@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import collectives as comm
+from dpzoo.shard import one_shot
 from dpzoo.shard.exchange import exchange, exchange_back, exchange_back_each, exchange_each
 from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.traffic import count_traffic
@@ -148,6 +149,39 @@ def test_reductions():
     truth = torch.tensor([me == 1, True])
     assert comm.all_reduce(truth, group, "sum").tolist() == [True, True]
     assert comm.all_reduce(truth, group, "product").tolist() == [False, True]
+
+
+REDUCE = {"sum": torch.sum, "product": torch.prod, "max": torch.amax, "min": torch.amin}
+
+
+@pytest.mark.parametrize("op", list(REDUCE))
+@distributed(ranks=[2, 3])
+def test_in_one_shot_and_around_a_ring(op, ranks):
+    """Short or long, at once or later: the values of one process, and the same bits on every rank."""
+    group, me, _ = setting("all")
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
+    if op in ("sum", "product"):
+        dtypes.append(torch.complex64)
+    for dtype, (size, wait) in itertools.product(dtypes, itertools.product((5, 2 * one_shot.SHORT), (True, False))):
+        torch.manual_seed(7)
+        every = (torch.randn(ranks, size, dtype=dtype if dtype.is_complex else torch.float64) * 4).to(dtype)
+        mine = every[me].clone()
+        pending = comm.start_all_reduce_(mine, group, op, wait=wait)
+        found, want = pending.wait(), REDUCE[op](every, 0)
+        assert found is mine and found.dtype is dtype
+        largest = {"sum": torch.sum, "product": torch.prod}.get(op, torch.amax)(every.abs().to(torch.float64), 0)
+        error = 0.0 if dtype is torch.int64 else ranks * torch.finfo(dtype).eps
+        assert ((found - want).abs() <= error * largest).all()
+        bits = comm.all_gather_v(found.unsqueeze(0), 0, (1,) * ranks, group)
+        assert all(torch.equal(other, found) for other in bits)
+
+
+@distributed(ranks=3)
+def test_half_precision_is_rounded_once():
+    """Each of the small ones alone would be lost beside the 1."""
+    group, me, _ = setting("all")
+    t = torch.tensor([1.0, 2.0**-8, 2.0**-8][me]).bfloat16()
+    assert comm.all_reduce(t, group).item() == 1.0 + 2.0**-7
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
