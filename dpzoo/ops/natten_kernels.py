@@ -27,14 +27,18 @@ HEAD_DIMS = (32, 64, 128, 256)
 def serve(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, at: Geometry) -> bool:
     """Can NATTEN compute this, and is it installed with its kernels?"""
     return (
-        q.device.type in DEVICES
+        may_serve(q.device)
         and bias is None
         and q.dtype in DTYPES
         and max(q.shape[-1], v.shape[-1]) <= HEAD_DIMS[-1]
         and q.numel() > 0
         and _region_is_exact(q, k, at)
-        and _has_kernels()
     )
+
+
+def may_serve(device: torch.device) -> bool:
+    """Whether NATTEN computes what it can on such a device."""
+    return device.type in DEVICES and _has_kernels()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Geometry) -> tuple[Tensor, Tensor]:

@@ -199,7 +199,9 @@ def _attention_backward(
     at = _geometry(kernel, stride, dilation, causal, scale, q_start, k_start, domain)
     if natten_kernels.serve(q, k, v, bias, at):
         return *natten_kernels.attend_backward(g, q, k, v, at), q.new_empty(0)
-    *grads, dbias = neighborhood_blocks.backward(g, q, k, v, bias, out, lse, at, with_bias)
+    into = neighborhood_blocks.Gradients.of(q, k, v, bias if with_bias else None)
+    neighborhood_blocks.backward_into(into, g, q, k, v, bias, out, lse, at)
+    *grads, dbias = into.in_dtype_of(k, v, bias)
     return *grads, q.new_empty(0) if dbias is None else dbias  # type: ignore[return-value]
 
 
@@ -232,7 +234,7 @@ def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
     rest = (None,) * len(ctx.geometry)
     needed = ctx.needs_input_grad[:4]
     if torch.is_grad_enabled():  # create_graph: through every block, so that the result can be differentiated
-        return *_second_order(g, (q, k, v, bias), needed, _geometry(*ctx.geometry)), *rest
+        return *gradients_differentiably(g, (q, k, v, bias), needed, _geometry(*ctx.geometry)), *rest
     *grads, dbias = torch.ops.dpzoo.neighborhood_attention_backward(
         g, q, k, v, bias, out, lse, needed[3], *ctx.geometry
     )
@@ -242,9 +244,10 @@ def _gradients(ctx: Any, g: Tensor, _: Any) -> tuple[Any, ...]:
 _attention.register_autograd(_gradients, setup_context=_save)
 
 
-def _second_order(
+def gradients_differentiably(
     g: Tensor, tensors: tuple[Tensor | None, ...], needed: Sequence[bool], at: Geometry
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of queries, keys, values and bias, where needed, through every block: to be differentiated again."""
     # Aliases: one input may be made of another (or be the same tensor), whose gradient would then hold both.
     alias = [None if t is None else t.view_as(t) for t in tensors]
     q, k, v, bias = alias

@@ -39,16 +39,52 @@ class Geometry:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> tuple[Tensor, Tensor]:
     """Attention (B, *queries, H, E) and its log-sum-exp (B, *queries, H)."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse = q.new_empty(q.shape[:-1], dtype=wide_dtype(q.dtype))
+    out, lse = empty_results(q, v)
+    forward_into(out, lse, q, k, v, table, at)
+    return out, lse
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for what `forward` finds."""
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide_dtype(q.dtype))
+
+
+def forward_into(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> None:
+    """`forward`, written into tensors that are given: parts of larger ones, maybe."""
     for jobs, bias in _calls(q, k, table, at):
         o, sums = attend(*_inputs(q, k, v, jobs), bias, at.scale)
         _write(out, o, jobs)
         _write(lse, sums, jobs)
-    return out, lse
 
 
-def backward(
+@dataclass(frozen=True)
+class Gradients:
+    """Memory for gradients: `q` is written, the others are added to.
+
+    A key belongs to many blocks: half precision would lose what each of them adds, so `k`, `v` and `table` are wide.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Gradients:
+        """For the gradients of these tensors."""
+        zeros = [None if t is None else t.new_zeros(t.shape, dtype=wide_dtype(t.dtype)) for t in (k, v, table)]
+        assert zeros[0] is not None
+        assert zeros[1] is not None
+        return cls(torch.empty_like(q, memory_format=torch.contiguous_format), zeros[0], zeros[1], zeros[2])
+
+    def in_dtype_of(self, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """All of them, as gradients of these tensors."""
+        of_table = None if self.table is None or table is None else self.table.to(table.dtype)
+        return self.q, self.k.to(k.dtype), self.v.to(v.dtype), of_table
+
+
+def backward_into(
+    into: Gradients,
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -57,27 +93,19 @@ def backward(
     out: Tensor,
     lse: Tensor,
     at: Geometry,
-    with_table: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of queries, keys, values and, `with_table`, of the bias table."""
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # A key belongs to many blocks: half precision would lose what each of them adds.
-    dk = k.new_zeros(k.shape, dtype=wide_dtype(k.dtype))
-    dv = v.new_zeros(v.shape, dtype=wide_dtype(v.dtype))
-    dtable = None if table is None or not with_table else table.new_zeros(table.shape, dtype=wide_dtype(table.dtype))
+) -> None:
+    """Gradients of `forward`, into tensors that are given."""
     for jobs, bias in _calls(q, k, table, at):
         gq, oq, logs = (_stack(t, jobs, "queries") for t in (g, out, lse.unsqueeze(-1)))
         pq, pk, pv, dscores = attend_backward(
-            gq, *_inputs(q, k, v, jobs), bias, oq, logs.squeeze(-1), at.scale, with_table
+            gq, *_inputs(q, k, v, jobs), bias, oq, logs.squeeze(-1), at.scale, into.table is not None
         )
-        _write(dq, pq, jobs)
-        for total, part in ((dk, pk), (dv, pv)):
+        _write(into.q, pq, jobs)
+        for total, part in ((into.k, pk), (into.v, pv)):
             for place, piece in zip(_parts(total, jobs, "keys"), _unstack(part, jobs, "keys"), strict=True):
                 place.add_(piece)
-        if dtable is not None and dscores is not None:
-            _add_to_table(dtable, dscores, jobs[0], at)
-    dtable = None if dtable is None or table is None else dtable.to(table.dtype)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dtable
+        if into.table is not None and dscores is not None:
+            _add_to_table(into.table, dscores, jobs[0], at)
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> Tensor:

@@ -203,6 +203,14 @@ class PendingReturn:
 
 
 # ---------------------------------------------------------------------- integers
+def foreign(wanted: Wanted, sizes: Sizes) -> Wanted:
+    """What each rank wants of others: its intervals without the rows that it has."""
+    return tuple(
+        tuple(part for w in mine for part in ((w[0], min(w[1], o[0])), (max(w[0], o[1]), w[1])) if part[0] < part[1])
+        for mine, o in zip(wanted, own_intervals(sizes), strict=True)
+    )
+
+
 def _is_own(wanted: Wanted, sizes: Sizes) -> bool:
     """Does every rank want just what it has?"""
     return all(w == (o,) for w, o in zip(wanted, own_intervals(sizes), strict=True))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.shard.exchange import Wanted, joined, start_exchange, start_return
+from dpzoo.shard.exchange import Wanted, foreign, joined, start_exchange, start_return
 from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
 from dpzoo.shard.rules.window import Windows
@@ -125,10 +125,7 @@ class Halo:
 def halo_of(dim: int, sizes: Sizes, plan: Windows, me: int, group: str, reach: int, stride: int) -> Halo:
     """The halo of rank `me`; `plan` are forward windows of this reach and stride."""
     own = own_intervals(sizes)
-    borrowed = tuple(
-        tuple(part for w in wanted for part in ((w[0], min(w[1], o[0])), (max(w[0], o[1]), w[1])) if part[0] < part[1])
-        for wanted, o in zip(plan.wanted, own, strict=True)
-    )
+    borrowed = foreign(plan.wanted, sizes)
     lo, hi = own[me]
     kept = overlap(plan.wanted[me][0], own[me]) if plan.wanted[me] else None
     before = sum(b - a for a, b in borrowed[me] if b <= lo)

@@ -8,36 +8,24 @@ windows at the borders, dilation groups and strides are those of the whole grid,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dpzoo.ops  # noqa: F401  # defines the op
+from dpzoo.ops import natten_kernels
+from dpzoo.ops.neighborhood_blocks import Geometry
 from dpzoo.ops.neighborhood_window import Axis
-from dpzoo.shard.exchange import Wanted
 from dpzoo.shard.execute import same_mesh
 from dpzoo.shard.local_bridges import fetch_each
-from dpzoo.shard.mesh import MeshLayout
-from dpzoo.shard.partition import Sizes, own_intervals
-from dpzoo.shard.plan import AxisChoice, Dims, Labels, Operand, choose
+from dpzoo.shard.plan import Dims, Labels, Operand, choose
 from dpzoo.shard.registry import rule
+from dpzoo.shard.rules.neighborhood_halo import Halo, attend, halo_of
 from dpzoo.shard.tensor import ShardTensor
+from dpzoo.shard.tracing import is_tracing
 
 _OP = torch.ops.dpzoo.neighborhood_attention
-
-
-@dataclass(frozen=True)
-class Halo:
-    """What travels along one cut dim: per rank the interval of keys and values that its queries see."""
-
-    dim: int
-    sizes: Sizes
-    wanted: Wanted
-    group: str
-    q_start: int
-    k_start: int
 
 
 @rule(_OP, _OP.default, name="neighborhood_attention")
@@ -69,34 +57,37 @@ def neighborhood_attention(
     layout = same_mesh(_OP, tensors)
     seen = [Operand(tuple(t.shape), t.dtype.itemsize, t._spec if isinstance(t, ShardTensor) else None) for t in tensors]
     choices = choose(layout, seen, Dims(operands, outputs, lambda *_: None, whole=whole))
-    axes = [Axis(*each) for each in zip(domain, kernel, stride, dilation, causal, strict=True)]
-    halos = _halos(layout, choices, axes)
+    axes = tuple(Axis(*each) for each in zip(domain, kernel, stride, dilation, causal, strict=True))
+    cuts = [
+        (label, c.sizes, g, m)
+        for c, g, m in zip(choices, layout.groups, layout.coords, strict=True)
+        if isinstance(label := c.label, int)
+    ]
 
     def local(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Any:
-        first_q, first_k = [0] * len(axes), [0] * len(axes)
-        for halo in halos:
-            first_q[halo.dim - 1], first_k[halo.dim - 1] = halo.q_start, halo.k_start
+        grid = tuple(q.shape[1:-2])
+        halos = [halo_of(dim, sizes, group, me, axes, grid) for dim, sizes, group, me in cuts]
+        if halos and not is_tracing() and not natten_kernels.may_serve(q.device):
+            k, v = _lend(k, v, halos[:-1])
+            at = Geometry(axes, *_starts(halos, len(axes), lent=len(halos) - 1), scale)
+            return attend(q, k, v, bias, at, halos[-1])
         if halos:  # the queries are mostly a view of one projection with keys and values, which would be kept with them
             q = q.contiguous()
         k, v = _lend(k, v, halos)
+        first_q, first_k = _starts(halos, len(axes), lent=len(halos))
         options = (list(kernel), list(stride), list(dilation), list(causal), scale)
-        return _OP(q, k, v, bias, *options, first_q, first_k, list(domain))
+        return _OP(q, k, v, bias, *options, list(first_q), list(first_k), list(domain))
 
     return Dims(operands, outputs, local, whole=whole)
 
 
-def _halos(layout: MeshLayout, choices: Sequence[AxisChoice], axes: Sequence[Axis]) -> list[Halo]:
-    found = []
-    for mesh_axis, choice in enumerate(choices):
-        if not isinstance(choice.label, int):
-            continue
-        own = own_intervals(choice.sizes)
-        reach = [axes[choice.label - 1].reach(*interval) for interval in own]
-        wanted = tuple((r,) if r[0] < r[1] else () for r in reach)
-        me = layout.coords[mesh_axis]
-        group = layout.groups[mesh_axis]
-        found.append(Halo(choice.label, choice.sizes, wanted, group, own[me][0], reach[me][0]))
-    return found
+def _starts(halos: Sequence[Halo], ndim: int, lent: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where queries and keys lie once those of the first `lent` halos have arrived."""
+    queries, keys = [0] * ndim, [0] * ndim
+    for i, halo in enumerate(halos):
+        queries[halo.dim - 1] = halo.own[0]
+        keys[halo.dim - 1] = (halo.sees if i < lent else halo.own)[0]
+    return tuple(queries), tuple(keys)
 
 
 def _lend(k: Tensor, v: Tensor, halos: Sequence[Halo]) -> tuple[Tensor, Tensor]:

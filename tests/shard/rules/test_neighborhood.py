@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from dpzoo.ops import na1d, na2d, na3d
+from dpzoo.ops.neighborhood_window import Axis
 from dpzoo.shard import MissingShardPatch, Shard, ShardTensor, scatter, scatter_tensor, strict
+from dpzoo.shard.partition import own_intervals
 from dpzoo.shard.rules.natten_calls import overridable
+from dpzoo.shard.rules.neighborhood_halo import halo_of
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_error, expect_same_error, op_test
 
 COVERS = ("neighborhood_attention",)
@@ -29,6 +32,8 @@ def biased(q, k, v, table):
 
 
 GRID = (1, 17, 6, 2, 3)
+LONG, WIDE = (1, 61, 4, 2, 3), (1, 4, 61, 2, 3)  # shards with queries that see own keys alone
+ALL = ("even", "uneven", "tiny", "empty_first", "empty_last")
 CASES = [
     OpCase("na2d on rows", fn=attend(na2d, (5, 3)), shape=GRID, shard=1, mesh2d=(1, 2), covers=COVERS),
     OpCase("na2d on columns", fn=attend(na2d, (3, 5)), shape=(1, 5, 13, 2, 3), shard=2, mesh2d=(2, 1)),
@@ -91,6 +96,14 @@ CASES = [
         shard=1,
         mesh2d=(1, 3),
     ),
+    OpCase("inner queries", fn=attend(na2d, (5, 3)), shape=LONG, shard=1, mesh2d=(1, 2), layouts=ALL),
+    OpCase("inner queries, dilation", fn=attend(na2d, (3, 2), 1, (3, 1)), shape=LONG, shard=1, layouts=ALL),
+    OpCase("inner queries, stride", fn=attend(na2d, (5, 3), (3, 1), (2, 1)), shape=LONG, shard=1, layouts=ALL),
+    OpCase(
+        "inner queries, causal", fn=attend(na2d, (4, 3), (2, 1), 1, (True, False)), shape=LONG, shard=1, layouts=ALL
+    ),
+    OpCase("inner queries, even kernel, columns", fn=attend(na2d, (3, 4)), shape=WIDE, shard=2, mesh2d=(2, 1)),
+    OpCase("inner queries, bias table", fn=biased, shape=[LONG] * 3, shard=1, plain=[(2, 5, 7)], mesh2d=(1, 2)),
     OpCase("bias table", fn=biased, shape=[GRID] * 3, shard=1, plain=[(2, 5, 7)], mesh2d=(1, 2)),
     OpCase("bias table, heads cut", fn=biased, shape=[GRID] * 3, shard=3, plain=[(2, 5, 7)], subgroups=False),
 ]
@@ -105,6 +118,30 @@ def test_queries_stay_and_only_near_keys_travel():
     assert out.to_local().shape[1] == (5, 13, 6)[domain_mesh().get_local_rank()]
 
 
+AXES = [
+    Axis(61, *window)
+    for window in [(5, 1), (4, 1), (5, 3), (5, 1, 3), (4, 3, 2), (4, 2, 1, True), (3, 2, 5, True), (29, 1, 2)]
+]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("sizes", [(31, 30), (20, 41, 0), (1, 2, 28, 30), (0, 61), (7, 9, 11, 13, 21)])
+def test_inner_queries_and_ends(axis, sizes):
+    """Every query is in one part; a part is told just the keys that it sees; inner ones are the shard's."""
+    for me, (lo, hi) in enumerate(own_intervals(sizes)):
+        halo = halo_of(1, sizes, "group", me, (axis, Axis(4, 3)), (sizes[me], 4))
+        parts = [*([halo.inner] if halo.inner else []), *halo.ends]
+        assert sorted(i for p in parts for i in range(*p.queries)) == list(range(lo, hi))
+        for part in halo.ends:
+            assert part.keys == axis.reach(*part.queries)
+            assert halo.sees[0] <= part.keys[0] and part.keys[1] <= halo.sees[1]
+        if halo.inner:
+            first, last = axis.reach(*halo.inner.queries)
+            assert lo <= first and last <= hi and halo.inner.keys == (lo, hi)
+        if sizes[me] > 4 * axis.kernel * axis.dilation * axis.stride:
+            assert halo.inner
+
+
 @distributed(ranks=3)
 def test_second_derivative():
     def penalty(x, table):
@@ -115,6 +152,7 @@ def test_second_derivative():
     x, table = torch.randn(1, 9, 4, 2, 3), torch.randn(2, 5, 3)
     for sizes in ((2, 4, 3), (5, 0, 4)):
         assert_parity(penalty, [x, table], [1, None], [sizes, None])
+    assert_parity(penalty, [torch.randn(1, 61, 2, 2, 3), table], [1, None], [(20, 31, 10), None])
 
 
 @distributed(ranks=2)
