@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dpzoo.shard import Replicate, Shard, ShardTensor, grad_sync, gradient_buckets, scatter_tensor
+from dpzoo.shard import Replicate, Shard, ShardTensor, backward_order, grad_sync, gradient_buckets, scatter_tensor
+from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import distributed, domain_mesh, grid_mesh
 
 ROWS = 7
@@ -273,6 +274,48 @@ def test_replicas_agree_to_the_bit(sizes):
     for grad in (weight.grad, *(p.grad for p in inner.parameters())):
         every = [torch.empty_like(grad) for _ in range(3)]
         torch.distributed.all_gather(every, grad.contiguous())
+        assert torch.equal(every[0], every[1]) and torch.equal(every[0], every[2])
+
+
+class Conditioned(nn.Module):
+    """Blocks that scale and shift rows by what each finds from one embedded condition."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 4))
+        self.inner = nn.ModuleList(nn.Conv1d(4, 4, 3, padding=1) for _ in range(blocks))
+        self.modulation = nn.ModuleList(nn.Sequential(nn.SiLU(), nn.Linear(4, 8)) for _ in range(blocks))
+
+    def forward(self, x, condition):
+        c = self.embed(condition)
+        for inner, modulation in zip(self.inner, self.modulation, strict=True):
+            scale, shift = (m.unsqueeze(-1) for m in modulation(c).chunk(2, 1))
+            x = x + inner(x * (1 + scale) + shift)
+        return x
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (0, 7, 0)])
+@distributed(ranks=3)
+def test_layers_that_start_from_one_tensor_wait_together(blocks, sizes, monkeypatch):
+    """One sum for all modulations, one for the weights; the values of one process, the same bits on every rank."""
+    monkeypatch.setattr(backward_order, "LAYERS", 3)  # the first three; the others find their own place
+    torch.manual_seed(5)
+    model, full, condition = Conditioned(blocks).double(), torch.randn(2, 4, ROWS).double(), torch.randn(2, 3).double()
+    model(full, condition).square().sum().backward()
+    want = grads(model)
+    model.zero_grad()
+    x = scatter_tensor(full, 0, domain_mesh(), [Shard(2)], sizes={0: sizes})
+    loss = model(x, condition).square().sum()
+    with count_traffic() as traffic:
+        loss.backward()
+    if 0 not in sizes:
+        waits, halos, weights = 1 + max(0, blocks - 3), blocks, 1
+        assert traffic.calls == waits + halos + weights, (traffic.calls, waits, halos)
+    same(grads(model), want)
+    for p in model.parameters():
+        every = [torch.empty_like(p.grad) for _ in range(3)]
+        torch.distributed.all_gather(every, p.grad.contiguous())
         assert torch.equal(every[0], every[1]) and torch.equal(every[0], every[2])
 
 
