@@ -82,7 +82,7 @@ def whole(job: Job, rank: int, mesh: Any) -> Fields:
     given: Fields = {name: torch.randn(1, n, *grid) if n else None for name, n in chans.items()}
     weight = nn.Parameter(torch.ones(1))
     weight.square().backward()  # buffers of a first step are start-up, not the step's memory
-    torch.optim.AdamW([weight]).step()
+    torch.optim.AdamW([weight], fused=True).step()
     return given
 
 
@@ -103,7 +103,7 @@ def training_step(job: Job, given: Fields, parts: int = 1) -> Step:
     from dpzoo.models.diffusion import EDMLoss
 
     model, loss = _model(job, parts), EDMLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # as in examples/stormscope
     target, noise = given["target"], given["noise"]
     assert target is not None
     assert noise is not None

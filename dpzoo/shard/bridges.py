@@ -14,7 +14,7 @@ from dpzoo.shard import gradients
 from dpzoo.shard.errors import ShardError
 from dpzoo.shard.spec import REPLICATED, ShardTensorSpec
 from dpzoo.shard.tensor import ShardTensor, wrap
-from dpzoo.shard.transfer import move
+from dpzoo.shard.transfer import move, start_move
 
 
 def grad_spec(spec: ShardTensorSpec) -> ShardTensorSpec:
@@ -212,5 +212,5 @@ def _postpone(ctx: Any, g: Tensor) -> tuple[bool, Tensor | None]:
             _slice(whole, spec).copy_(g)
             g = whole
         else:  # gathering the slices costs less than a sum of all
-            join = partial(_joined, spec=spec, sum_axes=ctx.sum_axes)
+            join = partial(start_move, src=partial_over(spec, ctx.sum_axes), dst=spec.replicated())
     return gradients.collect(ctx.defer, node, g, ctx.groups, join)

@@ -12,32 +12,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ProcessGroup
+from torch.distributed.distributed_c10d import AllToAllOptions, ProcessGroup
 
-from dpzoo.shard import one_shot, traffic
+from dpzoo.shard import traffic
+from dpzoo.shard.all_gather import PendingGather, all_gather_v, equal_blocks, start_all_gather_v
 from dpzoo.shard.all_reduce import PendingReduction, all_reduce, start_all_reduce_
 from dpzoo.shard.mesh import MeshLayout
-from dpzoo.shard.partition import Sizes, starts
+from dpzoo.shard.partition import Sizes, starts, with_size
 from dpzoo.shard.process_groups import device_of, group_of, group_rank, group_size
 from dpzoo.shard.tracing import is_tracing, traceable
+from dpzoo.shard.wire import bytes_of
 
-__all__ = ["PendingReduction", "all_reduce", "device_of", "group_size", "start_all_reduce_"]  # and what is defined here
+__all__ = [  # and what is defined here
+    "PendingGather",
+    "PendingReduction",
+    "all_gather_v",
+    "all_reduce",
+    "device_of",
+    "group_size",
+    "start_all_gather_v",
+    "start_all_reduce_",
+]
 
 # Calls go to the process group itself: torch's functions around it cost as much as a small message.
-_GATHER_NOW, _EXCHANGE_NOW, _EXCHANGE_LATER = AllgatherOptions(), AllToAllOptions(), AllToAllOptions()
-_GATHER_NOW.asyncOp = _EXCHANGE_NOW.asyncOp = False
-_EXCHANGE_LATER.asyncOp = True
+_EXCHANGE_NOW, _EXCHANGE_LATER = AllToAllOptions(), AllToAllOptions()
+_EXCHANGE_NOW.asyncOp, _EXCHANGE_LATER.asyncOp = False, True
 
 
 # ---------------------------------------------------------------------- movement
-def _bytes(t: Tensor) -> Tensor:
-    if t.is_complex() or t.is_neg():
-        t = t.resolve_conj().resolve_neg()  # the bytes of a lazy conjugate are those of its base
-    t = t.detach().contiguous()
-    # as_strided: it may keep an odd stride where a dim has size 0 or 1, which a dtype view refuses.
-    return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
-
-
 def start_transport(
     sends: Sequence[Sequence[Tensor]], lengths: Sequence[int], like: Tensor, group: str, wait: bool = False
 ) -> "PendingParts":
@@ -46,7 +48,7 @@ def start_transport(
     Args:
         wait: come back when all is done. Either way the other ranks may do as they like.
     """
-    flat = [_bytes(p) for to in sends for p in to]
+    flat = [bytes_of(p) for to in sends for p in to]
     in_splits = [sum(p.nbytes for p in to) for to in sends]
     item = like.element_size()
     out_splits = [n * item for n in lengths]
@@ -80,68 +82,6 @@ def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, 
     return start_transport(sends, lengths, like, group, wait=True).wait()
 
 
-@traceable(lambda t, dim, sizes, group: with_size(t.shape, dim, sum(sizes)))
-def all_gather_v(t: Tensor, dim: int, sizes: Sizes, group: str) -> Tensor:
-    """The whole of `dim` on every rank. Shards are padded to the longest where the backend wants equal lengths."""
-    pg = group_of(group)
-    if pg.size() == 1:
-        return t
-    if _in_equal_blocks(t, dim, sizes):
-        return _gathered_blocks(t, dim, pg)
-    longest, row = max(sizes), row_numel(t, dim)
-    if longest * row == 0:
-        return t.new_empty(with_size(t.shape, dim, sum(sizes)))
-    if t.dtype.itemsize == 1 and t.dtype.is_floating_point:  # torch.cat refuses them under autocast
-        return all_gather_v(t.contiguous().view(torch.uint8), dim, sizes, group).view(t.dtype)
-    flat = _bytes(t)
-    per = longest * row * t.element_size()
-    if flat.numel() != per:
-        flat = torch.cat([flat, flat.new_empty(per - flat.numel())])
-    n = pg.size()
-    out = t.new_empty((n, longest * row))
-    _gather_equal(flat, out.view(torch.uint8), pg)
-    if min(sizes) == longest:
-        if math.prod(t.shape[:dim]) == 1:  # it lies in memory as it should
-            return out.view(with_size(t.shape, dim, n * longest))
-        rows = out.view(n, *t.shape).unbind(0)
-        return torch.cat(rows, dim)
-    return torch.cat([out[r, : k * row].view(with_size(t.shape, dim, k)) for r, k in enumerate(sizes)], dim)
-
-
-def _in_equal_blocks(t: Tensor, dim: int, sizes: Sizes) -> bool:
-    """Does each rank's part of `dim` lie in one piece, as long as the others', in a dtype that every backend takes?"""
-    return (
-        t.dtype in _AS_THEY_ARE
-        and sizes.count(sizes[0]) == len(sizes)
-        and math.prod(t.shape[:dim]) == 1
-        and t.numel() > 0
-        and not t.is_neg()
-    )
-
-
-_AS_THEY_ARE = frozenset((torch.float32, torch.float64))
-
-
-def _gathered_blocks(t: Tensor, dim: int, pg: ProcessGroup) -> Tensor:
-    """All blocks as they arrive: nothing is packed, padded or copied."""
-    n = pg.size()
-    flat = t.detach().contiguous().view(-1)
-    out = flat.new_empty((n, flat.numel()))
-    _gather_equal(flat, out, pg)
-    return out.view(with_size(t.shape, dim, n * t.shape[dim]))
-
-
-def _gather_equal(mine: Tensor, out: Tensor, pg: ProcessGroup) -> None:
-    """Fill `out` (n, numel) with what each rank has as `mine` (numel,)."""
-    traffic.note(mine.nbytes)
-    if one_shot.serves(mine.nbytes, mine.device, pg):
-        one_shot.start_gather(mine.view(torch.uint8), out.view(torch.uint8), pg, wait=True)
-        return
-    work = pg._allgather_base(out.view(-1), mine, _GATHER_NOW)
-    if work is not None:
-        work.wait()
-
-
 @traceable(lambda *call: _all_to_all_shape(*call))
 def all_to_all_v(t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, cat_sizes: Sizes, group: str) -> Tensor:
     """Move the cut from `cat_dim` to `split_dim`: rank r keeps its part of `split_dim` and all of `cat_dim`."""
@@ -168,7 +108,7 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
     if op not in ("sum", "avg") or t.dtype is torch.bool:
         return all_reduce(t, group, op).narrow(dim, starts(sizes)[pg.rank()], sizes[pg.rank()]).contiguous()
     me = pg.rank()
-    if op == "sum" and _in_equal_blocks(t, dim, sizes):
+    if op == "sum" and equal_blocks(t, dim, sizes):
         return _summed_blocks(t, dim, pg)
     parts = t.split(sizes, dim)
     mine = parts[me]
@@ -204,7 +144,7 @@ def broadcast(t: Tensor, source: int, group: str) -> Tensor:
     pg = group_of(group)
     if pg.size() == 1 or t.numel() == 0:
         return t
-    flat = _bytes(t).clone()
+    flat = bytes_of(t).clone()
     traffic.note(flat.numel() if pg.rank() == source else 0)
     dist.broadcast(flat, group=pg, group_src=source)
     return flat.view(t.dtype).view(t.shape)
@@ -212,13 +152,13 @@ def broadcast(t: Tensor, source: int, group: str) -> Tensor:
 
 def send(t: Tensor, to: int, device: torch.device) -> None:
     """Send a tensor to a global rank, staged on `device`; blocks until it has left."""
-    dist.send(_bytes(t.detach().to(device)), dst=to)
+    dist.send(bytes_of(t.detach().to(device)), dst=to)
 
 
 def receive(shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int) -> Tensor:
     """What the global rank `source` sends."""
     received = torch.empty(tuple(shape), dtype=dtype, device=device)
-    dist.recv(_bytes(received), src=source)
+    dist.recv(bytes_of(received), src=source)
     return received
 
 
@@ -239,7 +179,7 @@ def shift(t: Tensor, shape: Sequence[int], group: str, step: int = 1) -> "Pendin
     to, source = dist.get_global_rank(pg, (me + step) % n), dist.get_global_rank(pg, (me - step) % n)
     traffic.note(t.nbytes)
     if t.numel():
-        ops.append(dist.P2POp(dist.isend, _bytes(t), to, pg))
+        ops.append(dist.P2POp(dist.isend, bytes_of(t), to, pg))
     if received.numel():
         ops.append(dist.P2POp(dist.irecv, received.view(-1).view(torch.uint8), source, pg))
     return PendingShift(received, dist.batch_isend_irecv(ops) if ops else [], [op.tensor for op in ops])
@@ -276,17 +216,7 @@ def gather_over_mesh(value: Any, layout: MeshLayout) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- integers
-def with_size(shape: Sequence[int], dim: int, n: int) -> list[int]:
-    """`shape` with another size of one dim."""
-    return [*shape[:dim], n, *shape[dim + 1 :]]
-
-
 def _all_to_all_shape(
     t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, cat_sizes: Sizes, group: str
 ) -> list[int]:
     return with_size(with_size(t.shape, split_dim, split_sizes[group_rank(group)]), cat_dim, sum(cat_sizes))
-
-
-def row_numel(t: Tensor, dim: int) -> int:
-    """Number of elements of one row of `dim`."""
-    return math.prod(t.shape[:dim]) * math.prod(t.shape[dim + 1 :])

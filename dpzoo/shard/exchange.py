@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpzoo.shard.collectives import PendingParts, group_rank, row_numel, start_transport, with_size
-from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
+from dpzoo.shard.collectives import PendingParts, group_rank, start_transport
+from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals, row_numel, with_size
 from dpzoo.shard.tracing import traceable
 
 Wanted = tuple[tuple[Interval, ...], ...]  # per rank: the intervals it wants, in order
@@ -50,7 +50,7 @@ def start_exchange(
         [_rows(t, dim, o, own[me]) for t in ts for w in wanted[r] if (o := overlap(own[me], w))] if r != me else []
         for r in range(len(own))
     ]
-    row = sum(row_numel(t, dim) for t in ts)
+    row = sum(row_numel(t.shape, dim) for t in ts)
     lengths = [_common(own[r], wanted[me]) * row if r != me else 0 for r in range(len(own))]
     parts = start_transport(sends, lengths, ts[0], group, wait) if _any_traffic(own, wanted) else None
     return PendingRows(parts, ts, dim, own, wanted[me], me)
@@ -78,7 +78,7 @@ class PendingRows:
 
     def _pieces(self, t: Tensor, received: Sequence[Tensor], at: list[int]) -> list[Tensor]:
         dim, own = self._dim, self._own
-        row, pieces = row_numel(t, dim), []
+        row, pieces = row_numel(t.shape, dim), []
         for w in self._wanted:
             for r in range(len(own)):
                 o = overlap(own[r], w)
@@ -172,7 +172,7 @@ def start_return(
                 if o is not None:
                     sends[r].append(g.narrow(dim, base + o[0] - w[0], o[1] - o[0]))
             base += w[1] - w[0]
-    row = sum(row_numel(g, dim) for g in gs)
+    row = sum(row_numel(g.shape, dim) for g in gs)
     lengths = [_common(own[me], wanted[r]) * row if r != me else 0 for r in range(len(own))]
     parts = start_transport(sends, lengths, gs[0], group, wait) if _any_traffic(own, wanted) else None
     return PendingReturn(parts, dim, own, wanted, me)
@@ -196,7 +196,7 @@ class PendingReturn:
             for out in outs if r != self._me else ():
                 for w in self._wanted[r]:
                     if o := overlap(own, w):
-                        n = (o[1] - o[0]) * row_numel(out, dim)
+                        n = (o[1] - o[0]) * row_numel(out.shape, dim)
                         rows = received.narrow(0, at, n).view(with_size(out.shape, dim, o[1] - o[0]))
                         _rows(out, dim, o, own).add_(rows)
                         at += n

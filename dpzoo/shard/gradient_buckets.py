@@ -13,7 +13,7 @@ from dpzoo.shard import collectives as comm
 _flatten = torch._C._nn.flatten_dense_tensors
 _unflatten = torch._C._nn.unflatten_dense_tensors
 BUCKET_BYTES = 25 * 2**20
-Join = Callable[[Tensor], Tensor]
+Join = Callable[[Tensor], Callable[[], Tensor]]  # starts to make the whole of all ranks' parts; what waits for it
 Edge = tuple[Any, int]  # what gradients flow to: a node, and which of its inputs
 
 
@@ -58,11 +58,11 @@ class _Outbox:
     def __init__(self) -> None:
         self._open: dict[Any, _Bucket] = {}
         self._sent: list[_Bucket] = []
-        self._unjoined: list[tuple[Any, Tensor, Join]] = []
+        self._joining: list[tuple[Any, Callable[[], Tensor]]] = []
 
     def add(self, to: Any, g: Tensor, groups: tuple[str, ...], join: Join | None) -> None:
         if join is not None:
-            self._unjoined.append((to, g, join))
+            self._joining.append((to, join(g)))
             return
         key = (groups, g.dtype, g.device)
         bucket = self._open.setdefault(key, _Bucket(groups))
@@ -78,12 +78,13 @@ class _Outbox:
 
     def empty(self) -> Iterator[tuple[Any, Tensor]]:
         """Send the rest, and wait for all of it; what each whole gradient is for, and the gradient."""
-        unjoined, self._unjoined = self._unjoined, []
-        for left, key in reversed(list(enumerate(reversed(self._open)))):
-            self._send(key, wait=not left and not unjoined)  # nothing else is to be done in the meantime
+        joining, self._joining = self._joining, []
+        keys = list(self._open)
+        for key in keys:
+            self._send(key, wait=key == keys[-1])  # nothing is left to do in the meantime
         sent, self._sent = self._sent, []
-        for to, g, join in unjoined:  # while the sums are on their way
-            yield to, join(g)
+        for to, joined in joining:
+            yield to, joined()
         for bucket in sent:
             yield from bucket.sums()
 
@@ -106,7 +107,7 @@ class Task:
         """Take the part `g` for a weight, or for an edge at which nodes ask for it by `take`.
 
         Args:
-            join: makes the whole of all ranks' parts, as late as may be; None: the parts are summed over the groups.
+            join: makes the whole of all ranks' parts; None: the parts are summed over the groups.
         """
         (self._for_weights if isinstance(to, Tensor) else self._for_edges).add(to, g, groups, join)
 
@@ -129,7 +130,7 @@ def _deliver(weight: Tensor, g: Tensor) -> None:
             "a sharded weight was freed before its gradient was summed over the domain mesh; "
             "run forward and backward under dpzoo.shard.grad_sync('eager')"
         )
-    accumulate(weight, g)
+    accumulate(weight, g.reshape(weight.shape))  # it may be of a view of the weight
 
 
 def accumulate(weight: Tensor, g: Tensor) -> None:

@@ -100,12 +100,16 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     return p if number is None else _Lent.apply(p, number)
 
 
+_RESHAPED = ("ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2")
+
+
 class _Lent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Tensor, number: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx._set_sequence_nr(number)
         ctx.spec = p._spec if isinstance(p, ShardTensor) else None
+        ctx.view = p if ctx.spec is None and type(p.grad_fn).__name__ in _RESHAPED else None
         return p.detach()
 
     @staticmethod
@@ -144,7 +148,8 @@ def collect(
         return False, None
     if node.__class__ is _LENT_NODE:
         if torch._C._will_engine_execute_node(node):
-            task_now().add(node.next_functions[0], g, groups, join)
+            weight = _reshaped_leaf(node.view) if when is When.AT_THE_END else None
+            task_now().add(node.next_functions[0] if weight is None else weight, g, groups, join)
         return True, None
     weight = _leaf(node) if when is not When.LENT else None
     if weight is None:
@@ -154,9 +159,8 @@ def collect(
     scale = averaging.factor(weight, groups) if when is When.BY_THE_WRAPPER else 1
     if scale is None:
         return False, None
-    try:
-        runs = torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # the leaf is an input of autograd.grad, which hands the gradient out itself
+    runs = _runs(node)
+    if runs is None:
         return False, None
     if not runs:  # backward(inputs=...) does not ask for this weight, nothing to sum
         return True, None
@@ -172,6 +176,25 @@ def _leaf(node: Any) -> Tensor | None:
     if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     return weight
+
+
+def _reshaped_leaf(view: Tensor | None) -> Tensor | None:
+    """The weight that `view` is another shape of, if nobody looks at the gradient on the way: it waits till the end."""
+    if view is None or view._backward_hooks or view.retains_grad:
+        return None
+    grad_fn: Any = view.grad_fn
+    ((node, _),) = grad_fn.next_functions
+    weight = _leaf(node)
+    return None if weight is None or averaging.is_fully_sharded(weight) or not _runs(node) else weight
+
+
+def _runs(node: Any) -> bool | None:
+    """Whether this pass runs the node of a leaf; None if autograd.grad was asked for it, which hands it out itself."""
+    try:
+        runs: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+    return runs
 
 
 def weight_grad(ctx: Any, position: int, g: Tensor, groups: tuple[str, ...]) -> Tensor | None:

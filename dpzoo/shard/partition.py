@@ -4,6 +4,7 @@
 An interval is a half-open pair `(lo, hi)` of global indices.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -84,3 +85,13 @@ def contiguous_stride(shape: Sequence[int]) -> Sizes:
         out.append(stride)
         stride *= max(n, 1)
     return tuple(reversed(out))
+
+
+def with_size(shape: Sequence[int], dim: int, n: int) -> list[int]:
+    """`shape` with another size of one dim."""
+    return [*shape[:dim], n, *shape[dim + 1 :]]
+
+
+def row_numel(shape: Sequence[int], dim: int) -> int:
+    """Number of elements of one row of `dim`."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])

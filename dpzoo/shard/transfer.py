@@ -4,6 +4,7 @@ Axes cut different dims, so that each step is one-dimensional and the order matt
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,14 @@ def move(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Tensor:
     for step in steps(src, dst):
         local = step(local)
     return local
+
+
+def start_move(local: Tensor, src: ShardTensorSpec, dst: ShardTensorSpec) -> Callable[[], Tensor]:
+    """Start `move`; what comes back waits for it. Only a lone gather is under way meanwhile, the rest is done then."""
+    todo = steps(src, dst)
+    if len(todo) == 1 and isinstance(todo[0], _Gather):
+        return todo[0].start(local).wait
+    return lambda: move(local, src, dst)
 
 
 @lru_cache(maxsize=8192)
@@ -65,7 +74,7 @@ def _step(
     if isinstance(new, str):
         return _split_step(new, me)
     if new == REPLICATED:
-        return lambda t: comm.all_gather_v(t, old, old_sizes, group)
+        return _Gather(old, old_sizes, group)
     if old == REPLICATED:
         at, size = starts(new_sizes)[me], new_sizes[me]
         return lambda t: t.narrow(new, at, size)
@@ -73,6 +82,19 @@ def _step(
         wanted = tuple((i,) for i in own_intervals(new_sizes))
         return lambda t: exchange(t, old, old_sizes, wanted, group)
     return lambda t: comm.all_to_all_v(t, new, new_sizes, old, old_sizes, group)
+
+
+@dataclass(frozen=True)
+class _Gather:
+    dim: int
+    sizes: tuple[int, ...]
+    group: str
+
+    def __call__(self, t: Tensor) -> Tensor:
+        return comm.all_gather_v(t, self.dim, self.sizes, self.group)
+
+    def start(self, t: Tensor) -> comm.PendingGather:
+        return comm.start_all_gather_v(t, self.dim, self.sizes, self.group)
 
 
 def _reduce_step(op: str, new: Cut, new_sizes: tuple[int, ...], group: str) -> Step:

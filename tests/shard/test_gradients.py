@@ -189,6 +189,69 @@ def test_weights_that_are_computed():
     both(scaled)
 
 
+class Placed(nn.Module):
+    """A table with an entry for each place, held in another shape than that in which it is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Parameter(torch.randn(1, 2 * ROWS, 2)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x + self.table.view(ROWS, 4)) * self.table.squeeze(0).view(ROWS, 4)
+
+
+def placed():
+    torch.manual_seed(6)
+    return Placed().double()
+
+
+@distributed(ranks=[2, 3])
+def test_views_of_weights(ranks):
+    both(plain_loss, placed, rounds=2)
+
+    def mixed(model, x):
+        (model(x).square().sum() + model.table.square().sum() + (x * model.table.sum()).sum()).backward()
+
+    both(mixed, placed, rounds=2)
+
+
+@distributed(ranks=2)
+def test_a_view_of_a_weight_waits_till_the_end():
+    """Its slices are gathered while backward goes on; the node of the view has nothing to hand on."""
+    model, x, seen = placed(), cut(sample(ROWS, 4)), []
+    view = model.table.view(ROWS, 4)
+    loss = ((x + view) * model.inner.bias).square().sum()
+    view.grad_fn.register_prehook(lambda grads: seen.append(grads[0]))
+    with count_traffic() as traffic:
+        loss.backward()
+    assert seen == [None] and traffic.calls == 2  # a gather, and a sum for the bias
+    whole = (sample(ROWS, 4) + model.table.detach().view(ROWS, 4)) * model.inner.bias.detach().square() * 2
+    torch.testing.assert_close(model.table.grad, whole.view(model.table.shape))
+
+
+@distributed(ranks=3)
+def test_who_reads_the_gradient_of_a_view_of_a_weight_sees_all_of_it():
+    found = []
+    for x in (sample(ROWS, 4), cut(sample(ROWS, 4))):
+        weight, hooked = sample(4 * ROWS, seed=2).requires_grad_(True), []
+        kept, early, late, other = (weight.view(ROWS, 4) for _ in range(4))
+        kept.retain_grad()
+        early.register_hook(lambda g, h=hooked: h.append(g.clone()))
+        loss = (((x * kept + early) * late).exp() * other).mean()
+        late.register_hook(lambda g, h=hooked: h.append(g.clone()))
+        asked = torch.autograd.grad(loss, [weight, other], retain_graph=True)
+        hooked.clear()
+        loss.backward(inputs=[other, weight], retain_graph=True)
+        only, weight.grad = weight.grad, None
+        hooked.clear()
+        del late, early
+        loss.backward()
+        parts = {"asked": asked[0], "other": asked[1], "kept": kept.grad, "only": only, "all": weight.grad}
+        found.append({**parts, **{f"hook {i}": g for i, g in enumerate(hooked)}})
+        assert len(hooked) == 2
+    same(found[1], found[0])
+
+
 class Modulated(nn.Module):
     """Rows scaled and shifted by what a layer computes from a condition."""
 

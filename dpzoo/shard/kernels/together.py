@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpzoo.shard import collectives as comm
-from dpzoo.shard.partition import Sizes
+from dpzoo.shard.partition import Sizes, with_size
 from dpzoo.shard.tracing import is_tracing
 
 
@@ -28,7 +28,7 @@ def all_to_all_together(
         return [comm.all_to_all_v(t, split_dim, s, cat_dim, c, group) for t, s, c in calls]
     assert len({t.dtype for t in ts}) == 1, "one message has one dtype"
     parts = [t.split(s, split_dim) for t, s, _ in calls]
-    shapes = [comm.with_size(t.shape, split_dim, s[me]) for t, s, _ in calls]
+    shapes = [with_size(t.shape, split_dim, s[me]) for t, s, _ in calls]
     rows = [math.prod(shape[:cat_dim]) * math.prod(shape[cat_dim + 1 :]) for shape in shapes]
     lengths = [[row * c[r] if r != me else 0 for row, (_, _, c) in zip(rows, calls, strict=True)] for r in range(n)]
     sends = [[p[r] for p in parts] if r != me else [] for r in range(n)]
@@ -37,8 +37,7 @@ def all_to_all_together(
     out = []
     for i, (_, _, sizes) in enumerate(calls):
         pieces = [
-            parts[i][me] if r == me else arrived[r][i].view(comm.with_size(shapes[i], cat_dim, sizes[r]))
-            for r in range(n)
+            parts[i][me] if r == me else arrived[r][i].view(with_size(shapes[i], cat_dim, sizes[r])) for r in range(n)
         ]
         out.append(torch.cat(pieces, cat_dim))
     return out

@@ -49,10 +49,11 @@ class CloudSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW."""
+    """AdamW; `fused`: one kernel reads and writes each weight once."""
 
     lr: float = 1e-3
     weight_decay: float = 1e-4
+    fused: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def train(settings: Settings) -> int:
     model = build_model(settings).to(DistributedManager().device)
 
     def optimizer(weights: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights, lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay)
+        return torch.optim.AdamW(weights, **asdict(settings.optimizer))
 
     if team.is_first:
         (settings.out / FILE).write_text(json.dumps(settings.to_dict(), indent=1))

@@ -75,10 +75,11 @@ class DiffusionSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW."""
+    """AdamW; `fused`: one kernel reads and writes each weight once."""
 
     lr: float = 1e-3
     weight_decay: float = 1e-4
+    fused: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ def train(settings: Settings) -> int:
     made = set_up(settings, mesh)
 
     def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights, lr=settings.optimizer.lr, weight_decay=settings.optimizer.weight_decay)
+        return torch.optim.AdamW(weights, **asdict(settings.optimizer))
 
     if made.team.is_first:
         (settings.out / FILE).write_text(json.dumps(settings.to_dict(), indent=1))
