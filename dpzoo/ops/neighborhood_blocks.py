@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dpzoo.ops.masked_attention import attend, attend_backward, attend_differentiably, wide_dtype
 from dpzoo.ops.neighborhood_window import Axis, Job, alike_jobs
@@ -20,6 +22,7 @@ from dpzoo.ops.neighborhood_window import Axis, Job, alike_jobs
 # Elements of the keys of one call, and of its scores, by device type: the size of a cache, and what fills a GPU.
 STACKED_KEYS = {"cpu": 2**18}
 STACKED_SCORES = {"cpu": 2**22}
+KEPT_MASK = 2**18  # elements of a mask that is worth keeping for the next call
 
 
 @dataclass(frozen=True)
@@ -136,31 +139,42 @@ def _calls(q: Tensor, k: Tensor, table: Tensor | None, at: Geometry) -> Iterator
 
 def _bias(job: Job, table: Tensor | None, at: Geometry, like: Tensor) -> Tensor | None:
     """What a block adds to its scores: -inf for keys outside of a query's window, elsewhere the table's entry."""
-    seen = _seen(job, like.device)
+    windows = tuple(block.windows for block in job)
+    if all(window == (0, block.num_keys) for block in job for window in block.windows):
+        unseen = None
+    elif math.prod(b.num_queries * b.num_keys for b in job) > KEPT_MASK or is_in_torch_dispatch_mode():
+        unseen = _mask.__wrapped__(windows, like.dtype, like.device, False)
+    else:
+        unseen = _mask(windows, like.dtype, like.device, torch.is_inference_mode_enabled())
     if table is None:
-        if seen is None:
-            return None
-        return like.new_zeros((1, 1, *seen.shape)).masked_fill_(~seen, float("-inf"))
+        return unseen
     index: tuple[slice | Tensor, ...] = (slice(None), *_table_index(job, at, table.device))
     entries = table[index].flatten(1 + at.ndim).flatten(1, at.ndim)
-    entries = entries.to(like.dtype)
-    return (entries if seen is None else entries.masked_fill(~seen, float("-inf"))).unsqueeze(0)
+    entries = entries.to(like.dtype).unsqueeze(0)
+    return entries if unseen is None else entries + unseen
 
 
-def _seen(job: Job, device: torch.device) -> Tensor | None:
-    """(queries, keys): is the key in the query's window? None if all are."""
+@lru_cache(maxsize=64)
+def _mask(
+    windows: tuple[tuple[tuple[int, int], ...], ...], dtype: torch.dtype, device: torch.device, inference: bool
+) -> Tensor:
+    """(1, 1, queries, keys): 0 for a key in the query's window, else -inf; for reading.
+
+    Args:
+        windows: per dim and query its first key, and one past its last.
+        inference: is it an inference tensor, which no graph may keep? Here for the sake of the cache.
+    """
     seen: Tensor | None = None
-    if all(window == (0, block.num_keys) for block in job for window in block.windows):
-        return None
-    for block in job:
-        start, end = torch.tensor(block.windows, device=device).unbind(1)
-        at = torch.arange(block.num_keys, device=device)
+    for along_dim in windows:
+        start, end = torch.tensor(along_dim, device=device).unbind(1)
+        at = torch.arange(max(end for _, end in along_dim), device=device)
         along = (at >= start[:, None]) & (at < end[:, None])
         if seen is None:
             seen = along
         else:
             seen = (seen[:, None, :, None] & along[None, :, None, :]).flatten(2).flatten(0, 1)
-    return seen
+    assert seen is not None
+    return torch.zeros((1, 1, *seen.shape), dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
 
 def _table_index(job: Job, at: Geometry, device: torch.device) -> list[Tensor]:
