@@ -81,7 +81,7 @@ def _start(mine: Tensor, pg: ProcessGroup, arrange: Callable[[Tensor], Tensor], 
     out = mine.new_empty((pg.size(), mine.numel()))
     traffic.note(mine.nbytes)
     if one_shot.serves(mine.nbytes, mine.device, pg):
-        work = one_shot.start_gather(mine.view(torch.uint8), out.view(torch.uint8), pg, wait)
+        work = one_shot.start_gather(mine, out, pg, wait)
     else:
         work = pg._allgather_base(out.view(-1), mine, _NOW if wait else _LATER)
         if wait and work is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from dpzoo.shard import one_shot, traffic
 from dpzoo.shard.process_groups import group_of
 from dpzoo.shard.tracing import traceable
 
-_OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = {
+_OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[..., Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "max": (dist.ReduceOp.MAX, torch.maximum),
     "min": (dist.ReduceOp.MIN, torch.minimum),
@@ -45,7 +45,7 @@ def all_reduce(t: Tensor, group: str, op: str = "sum") -> Tensor:
         op = {"sum": "max", "product": "min"}.get(op, op)
     if t.dtype in _REDUCED_AS:
         return all_reduce(t.to(_REDUCED_AS[t.dtype]), group, op).to(t.dtype)
-    return start_all_reduce_(t.detach().clone(memory_format=torch.contiguous_format), group, op, wait=True).wait()
+    return _start(t.detach().contiguous(), False, group, op, wait=True).wait()
 
 
 def start_all_reduce_(t: Tensor, group: str, op: str = "sum", wait: bool = False) -> PendingReduction:
@@ -54,23 +54,23 @@ def start_all_reduce_(t: Tensor, group: str, op: str = "sum", wait: bool = False
     Args:
         wait: come back when it is done, which costs less than to wait for it at once.
     """
+    return _start(t, True, group, op, wait)
+
+
+def _start(t: Tensor, in_place: bool, group: str, op: str, wait: bool) -> PendingReduction:
     pg = group_of(group)
     traffic.note(t.nbytes)
     products = t.is_complex() and op != "sum"  # a process group takes complex numbers for pairs of real ones
     if products or one_shot.serves(t.nbytes, t.device, pg):
-        parts = t.new_empty((pg.size(), t.numel()))
-        work = one_shot.start_gather(_bytes(t), _bytes(parts).view(pg.size(), -1), pg, wait)
-        return PendingReduction(work, t, parts, op)
+        parts, work = one_shot.start_exchange(t.view(-1), pg, wait)
+        return PendingReduction(work, t if in_place else torch.empty_like(t), parts, op)
+    out = t if in_place else t.clone()
     options = AllreduceOptions()
     options.reduceOp, options.asyncOp = _OPS[op][0], not wait
-    work = pg.allreduce([torch.view_as_real(t) if t.is_complex() else t], options)
+    work = pg.allreduce([torch.view_as_real(out) if out.is_complex() else out], options)
     if wait and work is not None:
         work.wait()
-    return PendingReduction(None if wait else work, t)
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(-1).view(torch.uint8)
+    return PendingReduction(None if wait else work, out)
 
 
 @dataclass
@@ -79,23 +79,26 @@ class PendingReduction:
 
     _work: dist.Work | None
     _out: Tensor
-    _parts: Tensor | None = None  # (n, numel), what each rank gave, if it is still to be reduced here
+    _parts: Sequence[Tensor] = ()  # what each rank gave, if it is still to be reduced here
     _op: str = "sum"
 
     def wait(self) -> Tensor:
-        """Block until it is done; the tensor that was given, which holds the result."""
+        """Block until it is done; the result."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._parts is not None:
-            self._reduce(self._parts)
-            self._parts = None
+        if self._parts:
+            self._reduce(*self._parts)
+            self._parts = ()
         return self._out
 
-    def _reduce(self, parts: Tensor) -> None:
+    def _reduce(self, first: Tensor, *rest: Tensor) -> None:
         """In rank order, so that all ranks find the same bits; half precision is rounded once."""
-        first, *rest = (parts.float() if parts.dtype in (torch.float16, torch.bfloat16) else parts).unbind(0)
-        total, reduce = first, _OPS[self._op][1]
+        reduce, out = _OPS[self._op][1], self._out.view(-1)
+        if len(rest) == 1:
+            reduce(first, rest[0], out=out)
+            return
+        total = first.float() if first.dtype in (torch.float16, torch.bfloat16) else first
         for part in rest:
             total = reduce(total, part)
-        self._out.view(-1).copy_(total)
+        out.copy_(total)

@@ -29,15 +29,16 @@ LAYERS = 64  # that wait together; numbers are set aside for so many
 FARTHEST = 32  # nodes from a layer to where it starts
 
 
-def late_place(p: Tensor) -> int | None:
+def late_place(node: Any, at: int) -> int | None:
     """The sequence number of a node between a tensor and its users that is to run late; None: have none.
 
-    Such a node runs after all descendants of the layer that made the tensor: the first node with several inputs on the
-    way back. Inputs without a gradient (the number in `1 + scale`) do not count.
+    It runs after all descendants of the layer that made the tensor: the first node with several inputs on the way back.
+    Inputs without a gradient (the number in `1 + scale`) do not count.
+
+    Args:
+        node, at: what made the tensor, and which of its results it is.
     """
-    if p.grad_fn is None:
-        return 0
-    way = [(p.grad_fn, p.output_nr), *_way_back(p.grad_fn)]
+    way = [(node, at), *_way_back(node)]
     return _number(way[-1][0]) if _alone(way) else None
 
 

@@ -91,12 +91,13 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     """
     if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():
         return p
-    if p.grad_fn is None:
+    node = p.grad_fn
+    if node is None:
         if may_defer() is not When.LENT or averaging.is_fully_sharded(p):
             return p
-    elif not may_defer() or is_lent(p):
+    elif not may_defer() or is_lent_node(node):
         return p
-    number = late_place(p)
+    number = 0 if node is None else late_place(node, p.output_nr)
     return p if number is None else _Lent.apply(p, number)
 
 
@@ -108,8 +109,12 @@ class _Lent(torch.autograd.Function):
     def forward(ctx: Any, p: Tensor, number: int) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx._set_sequence_nr(number)
-        ctx.spec = p._spec if isinstance(p, ShardTensor) else None
-        ctx.view = p if ctx.spec is None and type(p.grad_fn).__name__ in _RESHAPED else None
+        ctx.spec = ctx.view = None
+        if isinstance(p, ShardTensor):
+            ctx.spec = p._spec
+            return wrap(p._local_tensor, p._spec)
+        if type(p.grad_fn).__name__ in _RESHAPED:
+            ctx.view = p
         return p.detach()
 
     @staticmethod
@@ -128,7 +133,12 @@ _LENT_NODE: Any = _Lent._backward_cls  # type: ignore[attr-defined]
 
 def is_lent(t: Tensor) -> bool:
     """Whether `lent` made this tensor: its node waits for parts."""
-    return type(t.grad_fn) is _LENT_NODE
+    return is_lent_node(t.grad_fn)
+
+
+def is_lent_node(node: Any) -> bool:
+    """Whether this is the node of such a tensor."""
+    return node.__class__ is _LENT_NODE
 
 
 def collect(
@@ -146,7 +156,7 @@ def collect(
     """
     if not when or torch.is_grad_enabled():
         return False, None
-    if node.__class__ is _LENT_NODE:
+    if is_lent_node(node):
         if torch._C._will_engine_execute_node(node):
             weight = _reshaped_leaf(node.view) if when is When.AT_THE_END else None
             task_now().add(node.next_functions[0] if weight is None else weight, g, groups, join)

@@ -24,7 +24,7 @@ def serves(nbytes: int, device: torch.device, pg: ProcessGroup) -> bool:
 
 
 def start_gather(mine: Tensor, out: Tensor, pg: ProcessGroup, wait: bool = False) -> dist.Work | None:
-    """Start to fill `out`, uint8 (n, bytes), with the bytes that each rank gives as `mine`, uint8 (bytes,).
+    """Start to fill `out` (n, numel) with what each rank gives as `mine` (numel,).
 
     Args:
         wait: come back when it is done; else what comes back, if something does, is to be waited for.
@@ -32,11 +32,35 @@ def start_gather(mine: Tensor, out: Tensor, pg: ProcessGroup, wait: bool = False
     n, me = pg.size(), pg.rank()
     if n == 2:
         out[me].copy_(mine)
-        splits = [mine.numel(), 0] if me else [0, mine.numel()]
-        received, sent = out[1 - me], mine
-    else:
-        splits, received, sent = [], out.view(-1), mine.repeat(n)
-    work = pg.alltoall_base(received, sent, splits, splits, _NOW if wait else _LATER)
+        return _swap(mine, out[1 - me], pg, wait)
+    return _finished(pg.alltoall_base(_bytes(out.view(-1)), _bytes(mine).repeat(n), [], [], _options(wait)), wait)
+
+
+def start_exchange(mine: Tensor, pg: ProcessGroup, wait: bool = False) -> tuple[list[Tensor], dist.Work | None]:
+    """What each rank gives as `mine` (numel,), in rank order, as soon as the second result has been waited for."""
+    n, me = pg.size(), pg.rank()
+    if n == 2:
+        theirs = torch.empty_like(mine)
+        work = _swap(mine, theirs, pg, wait)
+        return [theirs, mine] if me else [mine, theirs], work
+    out = mine.new_empty((n, mine.numel()))
+    return list(out.unbind(0)), start_gather(mine, out, pg, wait)
+
+
+def _swap(mine: Tensor, theirs: Tensor, pg: ProcessGroup, wait: bool) -> dist.Work | None:
+    splits = [mine.nbytes, 0] if pg.rank() else [0, mine.nbytes]
+    return _finished(pg.alltoall_base(_bytes(theirs), _bytes(mine), splits, splits, _options(wait)), wait)
+
+
+def _options(wait: bool) -> AllToAllOptions:
+    return _NOW if wait else _LATER
+
+
+def _finished(work: dist.Work | None, wait: bool) -> dist.Work | None:
     if wait and work is not None:
         work.wait()
     return None if wait else work
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8)

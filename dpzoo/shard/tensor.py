@@ -36,6 +36,7 @@ _in_inference_mode = torch.is_inference_mode_enabled
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _requires_grad, _set_requires_grad = torch.Tensor.requires_grad.__get__, torch.Tensor.requires_grad.__set__
 _grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+_grad_fn, _output_nr = torch.Tensor.grad_fn.__get__, torch.Tensor.output_nr.__get__
 _set_data = torch.Tensor.data.__set__
 
 
@@ -158,6 +159,18 @@ class ShardTensor(Layouts, Values, Checkpointable, Registering, torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         with _NoTorchFunction():
             _set_requires_grad(self, value)
+
+    @property
+    def grad_fn(self) -> Any:
+        """The node of autograd that made it, or None."""
+        with _NoTorchFunction():
+            return _grad_fn(self)
+
+    @property
+    def output_nr(self) -> int:  # type: ignore[override]
+        """Which of the results of that node it is."""
+        with _NoTorchFunction():
+            return _output_nr(self)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]

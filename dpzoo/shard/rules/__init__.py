@@ -3,6 +3,7 @@
 from dpzoo.shard.rules import (
     activation,
     adaptive,
+    affine,
     all_parts,
     along,
     attention,
@@ -50,6 +51,7 @@ from dpzoo.shard.rules import (
 __all__ = [
     "activation",
     "adaptive",
+    "affine",
     "all_parts",
     "along",
     "attention",
