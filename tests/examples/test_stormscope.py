@@ -70,8 +70,6 @@ def test_a_run_that_loses_a_rank_ends_and_goes_on_on_other_ranks(run, error, cur
         killer.join()
     assert not set(multiprocessing.active_children()) - before  # nobody is left waiting
     newest = int(find_checkpoints(tmp_path)[-1].name.removeprefix("step_"))
-    if run is not None:
-        return  # however a rank was lost, what it left is a checkpoint: going on from one is tested once
     again = replace(endless, train=replace(endless.train, max_steps=newest + 2))
     resumed = train_on(3, again)
     assert len(resumed) == newest + 2
