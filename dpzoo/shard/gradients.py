@@ -85,8 +85,9 @@ def lent(p: Tensor | None, groups: tuple[str, ...]) -> Tensor | None:
     """An operand that the ranks of `groups` hold alike and get parts of the gradient of, as an op on shards takes it.
 
     A tensor that was computed from others, and a weight whose gradient DDP reads as it arrives, get a node in between:
-    the parts go into a bucket, and the node hands on their sum. It runs as late as what made the tensor would let it,
-    so that the parts of all tensors of one origin (six modulations of a block, all weights of DDP) are one collective.
+    the parts go into a bucket, and the node hands on their sum. It runs late, so that the parts of all tensors of one
+    origin (modulations of all blocks, all weights of DDP) are one collective; a mere view of a weight, at which nobody
+    looks, waits for the end as a weight does.
     Another view of a tensor that has such a node gets none: its parts are summed at once.
     """
     if p is None or not groups or not p.requires_grad or not torch.is_grad_enabled():

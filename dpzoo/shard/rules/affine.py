@@ -26,7 +26,7 @@ class _Plan:
 
     Attributes:
         groups: whose ranks get parts of the whole operand's gradient.
-        summed: dims of the other along which the whole operand is broadcast.
+        summed: dims of the other along which the whole operand is broadcast; the cut ones are among them.
     """
 
     groups: tuple[str, ...]
@@ -56,7 +56,7 @@ class _Affine(torch.autograd.Function):
             gx = wrap(gx, ctx.x.for_local(gx))
         if need_p:
             part = local if x is None else local * x._local_tensor
-            gp = _whole_gradient(ctx, part.sum(ctx.plan.summed) if ctx.plan.summed else part)
+            gp = _whole_gradient(ctx, part.sum(ctx.plan.summed))
         return gx, gp, None, None
 
 
@@ -88,8 +88,7 @@ def _again(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
     gx = (g if p is None else g * p) if need_x else None
     if not need_p:
         return gx, None
-    gp = g if x is None else g * x
-    gp = gp.sum(ctx.plan.summed) if ctx.plan.summed else gp
+    gp = (g if x is None else g * x).sum(ctx.plan.summed)
     if isinstance(ctx.p, ShardTensorSpec):
         return gx, gp.reshape(ctx.p.shape)
     gp = gp.reshape(ctx.p)
