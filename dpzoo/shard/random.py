@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -142,13 +143,26 @@ def _global_index(spec: ShardTensorSpec, device: torch.device, dims: int) -> Ten
 Numbers = Callable[[Key, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """How the numbers at `2 * p` and `2 * p + 1` are made together, for less.
+
+    Attributes:
+        draws: members of the stream that a pair takes: pair `p` begins with the one at `draws * p`.
+        make: of the stream's states there (which it may write to) the numbers, each pair along the last dim.
+    """
+
+    draws: int
+    make: Callable[[Tensor], Tensor]
+
+
 def _drawn(
-    spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, numbers: Numbers, pairs: Numbers | None = None
+    spec: ShardTensorSpec, device: torch.device, dtype: torch.dtype, numbers: Numbers, pairs: Pairs | None = None
 ) -> Tensor:
     """`numbers(key, global index)` for every element of the shard, some lines at a time: they stay in the cache.
 
     Args:
-        pairs: `pairs(key, p)` gives the numbers at `2 * p` and `2 * p + 1` along a new last dim, for less.
+        pairs: for lines that hold whole pairs.
     """
     key = next_key(spec)
     most = _PIECE.get(device.type, 2**24)
@@ -163,7 +177,7 @@ def _drawn(
 
 
 def _of_lines(
-    spec: ShardTensorSpec, device: torch.device, key: Key, numbers: Numbers, pairs: Numbers | None
+    spec: ShardTensorSpec, device: torch.device, key: Key, numbers: Numbers, pairs: Pairs | None
 ) -> Callable[[Tensor], Tensor]:
     """The numbers of some lines of the shard along the last dim, as a function of where the whole lines begin."""
     start, length = spec.offsets()[-1], spec.local_shape[-1]
@@ -171,13 +185,19 @@ def _of_lines(
         line = torch.arange(start, start + length, device=device)
         return lambda some: numbers(key, some + line)
     # Every line begins with the same member of a pair.
-    halves = torch.arange(start // 2, (start + length + 1) // 2, device=device)
-    return lambda some: pairs(key, (some >> 1) + halves).flatten(1).narrow(1, start % 2, length)
+    each = pairs.draws
+    along = torch.arange(start // 2, (start + length + 1) // 2, device=device) * _signed(each * _STEP % 2**64)
+    return lambda some: pairs.make(_state_at(key, (some >> 1) * each) + along).narrow(1, start % 2, length)
+
+
+def _state_at(key: Key, index: Tensor) -> Tensor:
+    """Where the stream of a key is at every index: linear in it."""
+    return (index * _signed(_STEP)).add_(_of_key(key))
 
 
 def _hash_at(key: Key, index: Tensor) -> Tensor:
     """64 bits for every index."""
-    return _mix((index * _signed(_STEP)).add_(_of_key(key)))
+    return _mix(_state_at(key, index))
 
 
 def _bits_at(key: Key, index: Tensor) -> Tensor:
@@ -211,31 +231,49 @@ def normal(spec: ShardTensorSpec, device: torch.device) -> Tensor:
 
     Elements `2 * p` and `2 * p + 1` of the tensor, row by row, are the two coordinates of one point.
     """
-    narrow = spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    polar = _narrow_polar if narrow else _wide_polar
-
-    def numbers(key: Key, index: Tensor) -> Tensor:
-        radius, angle = polar(key, index >> 1)
-        return radius * torch.where((index & 1).bool(), angle.sin(), angle.cos())
-
-    def pairs(key: Key, pair: Tensor) -> Tensor:
-        radius, angle = polar(key, pair)
-        # As complex numbers: torch interleaves those faster than it stacks.
-        return torch.view_as_real(torch.complex(angle.cos().mul_(radius), angle.sin_().mul_(radius)))
-
-    return _drawn(spec, device, torch.float32 if narrow else torch.float64, numbers, pairs)
+    if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return _drawn(spec, device, torch.float64, _wide_normal, Pairs(2, _wide_pairs))
+    return _drawn(spec, device, torch.float32, _narrow_normal, Pairs(1, _narrow_pairs))
 
 
-def _wide_polar(key: Key, pair: Tensor) -> tuple[Tensor, Tensor]:
-    u, v = (_bits_at(key, pair * 2 + s).to(torch.float64) for s in range(2))
+def _wide_normal(key: Key, index: Tensor) -> Tensor:
+    return _coordinate(index, *_wide_polar(_state_at(key, (index >> 1) * 2)))
+
+
+def _wide_pairs(states: Tensor) -> Tensor:
+    return _points(*_wide_polar(states))
+
+
+def _wide_polar(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the states of two draws, which follow each other, 53 bits each."""
+    v, u = (_shift(_mix(s), 11).to(torch.float64) for s in (states + _signed(_STEP), states))
     return u.mul_(-(2.0**-53)).log1p_().mul_(-2.0).sqrt_(), v.mul_(2.0 * math.pi * 2.0**-53)
 
 
-def _narrow_polar(key: Key, pair: Tensor) -> tuple[Tensor, Tensor]:
-    """One hash, a half for the radius and a half for the angle."""
-    bits = _hash_at(key, pair)
-    u, v = _shift(bits, 32).to(torch.float32), bits.bitwise_and_(2**32 - 1).to(torch.float32)
-    return u.add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_(), v.mul_(2.0 * math.pi * 2.0**-32)
+def _narrow_normal(key: Key, index: Tensor) -> Tensor:
+    return _coordinate(index, *_narrow_polar(_state_at(key, index >> 1)))
+
+
+def _narrow_pairs(states: Tensor) -> Tensor:
+    return _points(*_narrow_polar(states))
+
+
+def _narrow_polar(states: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the states of one draw: the size of its 64 bits as a signed number, and the lower half of them."""
+    bits = _mix(states)
+    radius = bits.to(torch.float32).abs_().add_(1.0).mul_(2.0**-63).log_().mul_(-2.0).sqrt_()
+    return radius, (bits << 32).to(torch.float32).mul_(2.0 * math.pi * 2.0**-64)
+
+
+def _coordinate(index: Tensor, radius: Tensor, angle: Tensor) -> Tensor:
+    """Of the point that the element at `index` belongs to: the first or the second."""
+    return radius * torch.where((index & 1).bool(), angle.sin(), angle.cos())
+
+
+def _points(radius: Tensor, angle: Tensor) -> Tensor:
+    """Both coordinates of every point, next to each other."""
+    # As complex numbers: torch interleaves those faster than it stacks.
+    return torch.view_as_real(torch.complex(angle.cos().mul_(radius), angle.sin_().mul_(radius))).flatten(-2)
 
 
 def integers(spec: ShardTensorSpec, device: torch.device, low: int, high: int) -> Tensor:
