@@ -15,7 +15,7 @@ from dpzoo.shard import one_shot, traffic
 from dpzoo.shard.partition import Sizes, row_numel, with_size
 from dpzoo.shard.process_groups import group_of
 from dpzoo.shard.tracing import traceable
-from dpzoo.shard.wire import bytes_of
+from dpzoo.shard.wire import bytes_of, finished
 
 _AS_THEY_ARE = frozenset((torch.float32, torch.float64))
 _NOW, _LATER = AllgatherOptions(), AllgatherOptions()
@@ -83,10 +83,8 @@ def _start(mine: Tensor, pg: ProcessGroup, arrange: Callable[[Tensor], Tensor], 
     if one_shot.serves(mine.nbytes, mine.device, pg):
         work = one_shot.start_gather(mine, out, pg, wait)
     else:
-        work = pg._allgather_base(out.view(-1), mine, _NOW if wait else _LATER)
-        if wait and work is not None:
-            work.wait()
-    return PendingGather(None if wait else work, out, arrange)
+        work = finished(pg._allgather_base(out.view(-1), mine, _NOW if wait else _LATER), wait)
+    return PendingGather(work, out, arrange)
 
 
 def _joined(out: Tensor, like: Tensor, dim: int, sizes: Sizes) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from dpzoo.shard import one_shot, traffic
 from dpzoo.shard.process_groups import group_of
 from dpzoo.shard.tracing import traceable
+from dpzoo.shard.wire import finished
 
 _OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[..., Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -68,9 +69,7 @@ def _start(t: Tensor, in_place: bool, group: str, op: str, wait: bool) -> Pendin
     options = AllreduceOptions()
     options.reduceOp, options.asyncOp = _OPS[op][0], not wait
     work = pg.allreduce([torch.view_as_real(out) if out.is_complex() else out], options)
-    if wait and work is not None:
-        work.wait()
-    return PendingReduction(None if wait else work, out)
+    return PendingReduction(finished(work, wait), out)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllToAllOptions, ProcessGroup
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from dpzoo.shard import traffic
 from dpzoo.shard.all_gather import PendingGather, all_gather_v, equal_blocks, start_all_gather_v
@@ -21,7 +21,7 @@ from dpzoo.shard.mesh import MeshLayout
 from dpzoo.shard.partition import Sizes, starts, with_size
 from dpzoo.shard.process_groups import device_of, group_of, group_rank, group_size
 from dpzoo.shard.tracing import is_tracing, traceable
-from dpzoo.shard.wire import bytes_of
+from dpzoo.shard.wire import bytes_of, start_all_to_all
 
 __all__ = [  # and what is defined here
     "PendingGather",
@@ -33,10 +33,6 @@ __all__ = [  # and what is defined here
     "start_all_gather_v",
     "start_all_reduce_",
 ]
-
-# Calls go to the process group itself: torch's functions around it cost as much as a small message.
-_EXCHANGE_NOW, _EXCHANGE_LATER = AllToAllOptions(), AllToAllOptions()
-_EXCHANGE_NOW.asyncOp, _EXCHANGE_LATER.asyncOp = False, True
 
 
 # ---------------------------------------------------------------------- movement
@@ -57,11 +53,8 @@ def start_transport(
     )
     received = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
     traffic.note(sent.numel())
-    options = _EXCHANGE_NOW if wait else _EXCHANGE_LATER
-    work = group_of(group).alltoall_base(received.view(torch.uint8), sent, out_splits, in_splits, options)
-    if wait and work is not None:
-        work.wait()
-    return PendingParts(None if wait else work, sent, list(received.split(list(lengths))))
+    work = start_all_to_all(received.view(torch.uint8), sent, out_splits, in_splits, group_of(group), wait)
+    return PendingParts(work, sent, list(received.split(list(lengths))))
 
 
 class PendingParts:
@@ -132,9 +125,7 @@ def _summed_blocks(t: Tensor, dim: int, pg: ProcessGroup) -> Tensor:
     n, sent = pg.size(), t.detach().contiguous()
     received = sent.new_empty((n, *with_size(t.shape, dim, t.shape[dim] // n)))
     traffic.note(sent.nbytes // n * (n - 1))
-    work = pg.alltoall_base(received, sent.view(received.shape), [], [], _EXCHANGE_NOW)
-    if work is not None:
-        work.wait()
+    start_all_to_all(received, sent.view(received.shape), [], [], pg, wait=True)
     return received.sum(0)
 
 

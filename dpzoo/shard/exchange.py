@@ -93,6 +93,15 @@ class PendingRows:
         return pieces
 
 
+def parted(pieces: Sequence[Tensor], dim: int, rows: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The pieces that hold the first `rows` rows together, and the others."""
+    count = 0
+    while rows > 0:
+        rows -= pieces[count].shape[dim]
+        count += 1
+    return pieces[:count], pieces[count:]
+
+
 def joined(
     pieces: Sequence[Tensor], like: Tensor, dim: int, pad: tuple[int, int] = (0, 0), fill: float = 0.0
 ) -> Tensor:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllToAllOptions, ProcessGroup
+from torch.distributed.distributed_c10d import ProcessGroup
+
+from dpzoo.shard.wire import start_all_to_all
 
 SHORT = 2**16  # bytes that more than two ranks send to each other in one shot
-_NOW, _LATER = AllToAllOptions(), AllToAllOptions()
-_NOW.asyncOp, _LATER.asyncOp = False, True
 
 
 def serves(nbytes: int, device: torch.device, pg: ProcessGroup) -> bool:
@@ -33,7 +33,7 @@ def start_gather(mine: Tensor, out: Tensor, pg: ProcessGroup, wait: bool = False
     if n == 2:
         out[me].copy_(mine)
         return _swap(mine, out[1 - me], pg, wait)
-    return _finished(pg.alltoall_base(_bytes(out.view(-1)), _bytes(mine).repeat(n), [], [], _options(wait)), wait)
+    return start_all_to_all(_bytes(out.view(-1)), _bytes(mine).repeat(n), [], [], pg, wait)
 
 
 def start_exchange(mine: Tensor, pg: ProcessGroup, wait: bool = False) -> tuple[list[Tensor], dist.Work | None]:
@@ -49,17 +49,7 @@ def start_exchange(mine: Tensor, pg: ProcessGroup, wait: bool = False) -> tuple[
 
 def _swap(mine: Tensor, theirs: Tensor, pg: ProcessGroup, wait: bool) -> dist.Work | None:
     splits = [mine.nbytes, 0] if pg.rank() else [0, mine.nbytes]
-    return _finished(pg.alltoall_base(_bytes(theirs), _bytes(mine), splits, splits, _options(wait)), wait)
-
-
-def _options(wait: bool) -> AllToAllOptions:
-    return _NOW if wait else _LATER
-
-
-def _finished(work: dist.Work | None, wait: bool) -> dist.Work | None:
-    if wait and work is not None:
-        work.wait()
-    return None if wait else work
+    return start_all_to_all(_bytes(theirs), _bytes(mine), splits, splits, pg, wait)
 
 
 def _bytes(t: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpzoo.shard.exchange import Wanted, foreign, joined, start_exchange, start_return
+from dpzoo.shard.exchange import Wanted, foreign, joined, parted, start_exchange, start_return
 from dpzoo.shard.local_bridges import fetch
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
 from dpzoo.shard.rules.window import Windows
@@ -198,17 +198,12 @@ class _HaloConv(torch.autograd.Function):
         return *back(g, x, w, b is not None, ctx.rows, call, halo, needed), None, None
 
 
-def _sides(pieces: Sequence[Tensor], halo: Halo) -> tuple[list[Tensor], list[Tensor]]:
+def _sides(pieces: Sequence[Tensor], halo: Halo) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Borrowed rows before and after the shard's."""
-    rows, before = 0, []
-    for p in pieces:
-        if rows < halo.before:
-            before.append(p)
-        rows += p.shape[halo.dim]
-    return before, list(pieces[len(before) :])
+    return parted(pieces, halo.dim, halo.before)
 
 
-def _joined(x: Tensor, rows: tuple[list[Tensor], list[Tensor]], halo: Halo) -> Tensor:
+def _joined(x: Tensor, rows: tuple[Sequence[Tensor], Sequence[Tensor]], halo: Halo) -> Tensor:
     """All rows that this rank's windows see."""
     lo, hi = halo.kept
     own = [x.narrow(halo.dim, lo, hi - lo)] if lo < hi else []
@@ -216,7 +211,7 @@ def _joined(x: Tensor, rows: tuple[list[Tensor], list[Tensor]], halo: Halo) -> T
 
 
 def _slabs(
-    x: Tensor, rows: tuple[list[Tensor], list[Tensor]], halo: Halo, shard: bool = True
+    x: Tensor, rows: tuple[Sequence[Tensor], Sequence[Tensor]], halo: Halo, shard: bool = True
 ) -> Iterator[tuple[Tensor, int, int]]:
     """(rows, first output, number of outputs) of either seam; without `shard` its own rows are zeros."""
     dim, n = halo.dim, x.shape[halo.dim]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dpzoo.ops import neighborhood_blocks as blocks
 from dpzoo.ops.neighborhood import gradients_differentiably
 from dpzoo.ops.neighborhood_blocks import Geometry, Gradients
 from dpzoo.ops.neighborhood_window import Axis, block_widths
-from dpzoo.shard.exchange import Wanted, foreign, joined, start_exchange, start_return
+from dpzoo.shard.exchange import Wanted, foreign, joined, parted, start_exchange, start_return
 from dpzoo.shard.local_bridges import fetch_each, send_home
 from dpzoo.shard.partition import Interval, Sizes, overlap, own_intervals
 
@@ -58,7 +58,7 @@ class Halo:
         """The keys that this rank's queries see."""
         return self.wanted[self.me][0] if self.wanted[self.me] else (self.own[0], self.own[0])
 
-    @property
+    @cached_property
     def foreign(self) -> Wanted:
         """Per rank what it wants of others."""
         return foreign(self.wanted, self.sizes)
@@ -70,17 +70,15 @@ def halo_of(dim: int, sizes: Sizes, group: str, me: int, axes: tuple[Axis, ...],
     axis, intervals = axes[dim - 1], own_intervals(sizes)
     reach = [axis.reach(*interval) for interval in intervals]
     wanted = tuple((r,) if r[0] < r[1] else () for r in reach)
-    lo, hi = intervals[me]
-    if lo == hi:
-        return Halo(dim, sizes, group, wanted, me, (lo, hi), None, ())
+    lo, hi = own = intervals[me]
     # Whole blocks, so that no block is torn.
     step = block_widths(axes, grid)[dim - 1] * axis.dilation
     first = next((a for a in range(lo, hi, step) if axis.reach(a, hi)[0] >= lo), hi)
     last = next((b for b in (hi, *reversed(range(first, hi, step))) if axis.reach(lo, b)[1] <= hi), first)
-    if first >= last:
-        return Halo(dim, sizes, group, wanted, me, (lo, hi), None, (Part((lo, hi), reach[me]),))
-    ends = tuple(Part(q, axis.reach(*q)) for q in ((lo, first), (last, hi)) if q[0] < q[1])
-    return Halo(dim, sizes, group, wanted, me, (lo, hi), Part((first, last), (lo, hi)), ends)
+    inner = Part((first, last), own) if first < last else None
+    outer = ((lo, first), (last, hi)) if inner else (own,)
+    ends = tuple(Part(q, axis.reach(*q)) for q in outer if q[0] < q[1])
+    return Halo(dim, sizes, group, wanted, me, own, inner, ends)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry, halo: Halo) -> tuple[Tensor, Tensor]:
@@ -191,11 +189,8 @@ def _starting(at: Geometry, dim: int, q_start: int, k_start: int) -> Geometry:
 
 def _sides(pieces: Sequence[Tensor], like: Tensor, halo: Halo) -> tuple[Tensor, Tensor]:
     """Borrowed rows before and after the own ones."""
-    left, count = halo.own[0] - halo.sees[0], 0
-    while left > 0:
-        left -= pieces[count].shape[halo.dim]
-        count += 1
-    return joined(pieces[:count], like, halo.dim), joined(pieces[count:], like, halo.dim)
+    before, after = parted(pieces, halo.dim, halo.own[0] - halo.sees[0])
+    return joined(before, like, halo.dim), joined(after, like, halo.dim)
 
 
 def _slab(own: Tensor, sides: Sequence[Tensor], part: Part, halo: Halo) -> Tensor:
