@@ -8,7 +8,7 @@ of the domain, with keys and values around them: positions are global, so a part
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dpzoo.ops.masked_attention import attend, attend_backward, attend_differentiably, wide_dtype
-from dpzoo.ops.neighborhood_window import Axis, Job, alike_jobs
+from dpzoo.ops.neighborhood_patches import Job, Patch, alike_patches
+from dpzoo.ops.neighborhood_window import Axis
 
 # Elements of the keys of one call, and of its scores, by device type: the size of a cache, and what fills a GPU.
 STACKED_KEYS = {"cpu": 2**18}
@@ -54,10 +55,10 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward_into(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> None:
     """`forward`, written into tensors that are given: parts of larger ones, maybe."""
-    for jobs, bias in _calls(q, k, table, at):
-        o, sums = attend(*_inputs(q, k, v, jobs), bias, at.scale)
-        _write(out, o, jobs)
-        _write(lse, sums, jobs)
+    for patch, bias in _calls(q, k, table, at):
+        o, sums = attend(*_inputs(q, k, v, patch), bias, at.scale)
+        _write(out, o, patch)
+        _write(lse, sums, patch)
 
 
 @dataclass(frozen=True)
@@ -98,43 +99,39 @@ def backward_into(
     at: Geometry,
 ) -> None:
     """Gradients of `forward`, into tensors that are given."""
-    for jobs, bias in _calls(q, k, table, at):
-        gq, oq, logs = (_stack(t, jobs, "queries") for t in (g, out, lse.unsqueeze(-1)))
+    for patch, bias in _calls(q, k, table, at):
+        gq, oq, logs = (_stack(t, patch, "queries") for t in (g, out, lse.unsqueeze(-1)))
         pq, pk, pv, dscores = attend_backward(
-            gq, *_inputs(q, k, v, jobs), bias, oq, logs.squeeze(-1), at.scale, into.table is not None
+            gq, *_inputs(q, k, v, patch), bias, oq, logs.squeeze(-1), at.scale, into.table is not None
         )
-        _write(into.q, pq, jobs)
-        for total, part in ((into.k, pk), (into.v, pv)):
-            for place, piece in zip(_parts(total, jobs, "keys"), _unstack(part, jobs, "keys"), strict=True):
-                place.add_(piece)
+        _write(into.q, pq, patch)
+        _add(into.k, pk, patch)
+        _add(into.v, pv, patch)
         if into.table is not None and dscores is not None:
-            _add_to_table(into.table, dscores, jobs[0], at)
+            _add_to_table(into.table, dscores, patch.first, at)
 
 
 def differentiable(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, at: Geometry) -> Tensor:
     """The attention alone, with the graph of every block: for second derivatives, which need memory for all scores."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    for jobs, bias in _calls(q, k, table, at):
-        _write(out, attend_differentiably(*_inputs(q, k, v, jobs), bias, at.scale), jobs)
+    for patch, bias in _calls(q, k, table, at):
+        _write(out, attend_differentiably(*_inputs(q, k, v, patch), bias, at.scale), patch)
     return out
 
 
 # ---------------------------------------------------------------------- which blocks, in which calls
-def _calls(q: Tensor, k: Tensor, table: Tensor | None, at: Geometry) -> Iterator[tuple[tuple[Job, ...], Tensor | None]]:
+def _calls(q: Tensor, k: Tensor, table: Tensor | None, at: Geometry) -> Iterator[tuple[Patch, Tensor | None]]:
     """The blocks of each call, and the bias that they share."""
     if q.numel() == 0 or k.numel() == 0:
         return
     batch, heads, width = q.shape[0], q.shape[-2], q.shape[-1]
-    for jobs in alike_jobs(at.axes, at.q_start, tuple(q.shape[1 : 1 + at.ndim]), at.k_start):
-        bias = _bias(jobs[0], table, at, q)
-        keys = math.prod(b.num_keys for b in jobs[0])
-        queries = math.prod(b.num_queries for b in jobs[0])
-        room = min(
-            STACKED_KEYS.get(q.device.type, 2**26) // (batch * heads * keys * width),
-            STACKED_SCORES.get(q.device.type, 2**28) // (batch * heads * keys * queries),
-        )
-        for i in range(0, len(jobs), max(1, room)):
-            yield jobs[i : i + max(1, room)], bias
+    most_keys = STACKED_KEYS.get(q.device.type, 2**26) // (batch * heads * width)
+    most_scores = STACKED_SCORES.get(q.device.type, 2**28) // (batch * heads)
+    sizes = tuple(q.shape[1 : 1 + at.ndim])
+    for patches in alike_patches(at.axes, at.q_start, sizes, at.k_start, most_keys, most_scores):
+        bias = _bias(patches[0].first, table, at, q)
+        for patch in patches:
+            yield patch, bias
 
 
 def _bias(job: Job, table: Tensor | None, at: Geometry, like: Tensor) -> Tensor | None:
@@ -201,39 +198,42 @@ def _add_to_table(dtable: Tensor, dscores: Tensor, job: Job, at: Geometry) -> No
 
 
 # ---------------------------------------------------------------------- between the grid and the calls
-def _parts(t: Tensor, jobs: Sequence[Job], which: str) -> Iterator[Tensor]:
-    """Views of (B, *grid, ...), one for each block: its "queries" or "keys". The blocks are of one shape.
+def _blocks(t: Tensor, patch: Patch, which: str) -> Tensor:
+    """A view of (B, *grid, ...) as (B, *patch.counts, *size of a block, ...): the blocks' "queries" or "keys".
 
-    Each is taken when the one before has been used: autograd must see a write to a view before the next is taken.
+    Those of keys overlap: for reading, or a part of the patch at a time.
     """
-    spans = [[getattr(block, which) for block in job] for job in jobs]
-    # One call for each view, not one for each of its dims: there are many blocks.
-    grid = t.stride()[1 : 1 + len(spans[0])]
-    size = [t.shape[0], *(len(range(*span)) for span in spans[0]), *t.shape[1 + len(grid) :]]
-    steps = [s * step for s, (_, _, step) in zip(grid, spans[0], strict=True)]
-    stride, start = [t.stride(0), *steps, *t.stride()[1 + len(grid) :]], t.storage_offset()
-    for each in spans:
-        yield t.as_strided(size, stride, start + sum(span[0] * s for span, s in zip(each, grid, strict=True)))
+    spans = [getattr(block, which) for block in patch.first]
+    ndim, stride = len(spans), t.stride()
+    grid = stride[1 : 1 + ndim]
+    between = [step * grid[i // 2] for i, step in enumerate(patch.steps)]
+    inside = [step * s for (_, _, step), s in zip(spans, grid, strict=True)]
+    start = t.storage_offset() + sum(first * s for (first, _, _), s in zip(spans, grid, strict=True))
+    size = (t.shape[0], *patch.counts, *(len(range(*span)) for span in spans), *t.shape[1 + ndim :])
+    return t.as_strided(size, (stride[0], *between, *inside, *stride[1 + ndim :]), start)
 
 
-def _write(t: Tensor, stacked: Tensor, jobs: Sequence[Job]) -> None:
+def _stack(t: Tensor, patch: Patch, which: str) -> Tensor:
+    """The blocks' "queries" or "keys" in (B, *grid, H, C) as (B * blocks, H, positions, C)."""
+    ndim = len(patch.first)
+    stacked = _blocks(t, patch, which).flatten(0, 2 * ndim).flatten(1, ndim).transpose(1, 2)
+    # Where this is a view of t, its channels may be apart; torch's flash kernels take them for neighbours.
+    return stacked if stacked.stride(-1) == 1 else stacked.contiguous()
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, patch: Patch) -> tuple[Tensor, Tensor, Tensor]:
+    return _stack(q, patch, "queries"), _stack(k, patch, "keys"), _stack(v, patch, "keys")
+
+
+def _write(t: Tensor, stacked: Tensor, patch: Patch) -> None:
     """Put what was found for the queries of the blocks where they lie in (B, *grid, H, ...)."""
-    for place, piece in zip(_parts(t, jobs, "queries"), _unstack(stacked, jobs, "queries"), strict=True):
-        place.copy_(piece)
+    places = _blocks(t, patch, "queries")
+    places.copy_(stacked.transpose(1, 2).view(places.shape))
 
 
-def _stack(t: Tensor, jobs: Sequence[Job], which: str) -> Tensor:
-    """The blocks' parts of (B, *grid, H, C) as (jobs * B, H, positions, C); `which` is "queries" or "keys"."""
-    parts = list(_parts(t, jobs, which))
-    stacked = torch.stack(parts).flatten(0, 1) if len(parts) > 1 else parts[0]
-    return stacked.flatten(1, -3).transpose(1, 2)
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, Tensor, Tensor]:
-    return _stack(q, jobs, "queries"), _stack(k, jobs, "keys"), _stack(v, jobs, "keys")
-
-
-def _unstack(t: Tensor, jobs: Sequence[Job], which: str) -> tuple[Tensor, ...]:
-    """The inverse of `_stack`: per block (B, *grid, H, C), or (B, *grid, H) of a tensor without channels."""
-    sizes = [b.num_queries if which == "queries" else b.num_keys for b in jobs[0]]
-    return t.transpose(1, 2).unflatten(1, sizes).unflatten(0, (len(jobs), -1)).unbind(0)
+def _add(t: Tensor, stacked: Tensor, patch: Patch) -> None:
+    """Add what was found for the keys of the blocks, which overlap, where they lie in (B, *grid, H, C)."""
+    places = _blocks(t, patch, "keys")
+    pieces = stacked.transpose(1, 2).view(places.shape)
+    for part in patch.apart:
+        places[:, *part].add_(pieces[:, *part])

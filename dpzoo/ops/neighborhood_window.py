@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 COPY_COST = 30  # copying one key and value into a block costs about as much as 30 queries that attend to it
 MAX_QUERIES = 1024  # of one block
@@ -81,10 +81,15 @@ class Block:
         """Queries of the block."""
         return len(self.windows)
 
-    @property
+    @cached_property
     def num_keys(self) -> int:
         """Keys in the union."""
         return max(end for _, end in self.windows)
+
+    def moved(self, by: int) -> Block:
+        """The same block `by` positions further on."""
+        (q, q_end, step), (k, k_end, _) = self.queries, self.keys
+        return replace(self, queries=(q + by, q_end + by, step), keys=(k + by, k_end + by, step))
 
 
 @lru_cache(maxsize=4096)
@@ -132,26 +137,3 @@ def block_widths(axes: tuple[Axis, ...], q_sizes: tuple[int, ...]) -> tuple[int,
 
     fitting = [w for w in itertools.product(*choices) if math.prod(w) <= MAX_QUERIES]
     return min(fitting, key=cost)
-
-
-Job = tuple[Block, ...]  # one block per dim
-
-
-@lru_cache(maxsize=256)
-def alike_jobs(
-    axes: tuple[Axis, ...],
-    q_start: tuple[int, ...],
-    q_sizes: tuple[int, ...],
-    k_start: tuple[int, ...],
-) -> tuple[tuple[Job, ...], ...]:
-    """All blocks of the local queries; those with the same mask together, since they can be computed at once."""
-    widths = block_widths(axes, q_sizes)
-    lines = [blocks_of(*part) for part in zip(axes, q_start, q_sizes, k_start, widths, strict=True)]
-    alike: dict[object, list[Job]] = {}
-    for job in _products(lines):
-        alike.setdefault(tuple((b.windows, b.shift) for b in job), []).append(job)
-    return tuple(tuple(jobs) for jobs in alike.values())
-
-
-def _products(lines: Sequence[Sequence[Block]]) -> Iterator[Job]:
-    yield from itertools.product(*lines)

@@ -1,12 +1,14 @@
 """Neighborhood attention against its definition, against NATTEN, and against itself when the queries are a part."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from dpzoo.ops import na1d, na2d, na3d, neighborhood_attention
-from dpzoo.ops.neighborhood_window import Axis, alike_jobs, block_widths
+from dpzoo.ops import na1d, na2d, na3d, neighborhood_attention, neighborhood_blocks
+from dpzoo.ops.neighborhood_patches import alike_patches
+from dpzoo.ops.neighborhood_window import Axis, block_widths
 from tests.ops.neighborhood_oracle import dense, visible
 
 NA = {1: na1d, 2: na2d, 3: na3d}
@@ -29,6 +31,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "long line": ((150,), (9,), (1,), (1,), (False,)),
     "volume": ((5, 4, 6), (3, 2, 5), (1, 1, 1), (1, 2, 1), (False, False, False)),
     "volume, mixed": ((4, 5, 6), (2, 3, 4), (2, 1, 3), (2, 1, 1), (True, False, False)),
+}
+# Small windows, so that there are many blocks with the same mask.
+MANY_BLOCKS: dict[str, tuple[Any, ...]] = {
+    "plane": ((20, 15), (3, 2), (1, 1), (1, 1), (False, False)),
+    "dilated plane": ((23, 14), (2, 3), (1, 1), (3, 1), (False, False)),
+    "strided, causal plane": ((18, 17), (2, 3), (2, 1), (1, 2), (False, True)),
+    "dilated line": ((190,), (3,), (1,), (4,), (False,)),
+    "small volume": ((7, 6, 8), (2, 2, 2), (1, 1, 1), (1, 1, 2), (False, False, False)),
 }
 
 
@@ -180,13 +190,52 @@ def test_a_part_of_the_queries(name):
     torch.testing.assert_close(part, whole[own])
 
 
-def test_blocks_cover_every_query_once():
-    axes = (Axis(23, 5, 2, 3), Axis(16, 4))
-    hits = torch.zeros(7, 16, dtype=torch.long)
-    for jobs in alike_jobs(axes, (9, 0), (7, 16), (axes[0].reach(9, 16)[0], 0)):
-        for job in jobs:
-            hits[tuple(slice(*b.queries) for b in job)] += 1
-    assert (hits == 1).all()
+@pytest.mark.parametrize("room", [1, 60, 2**30])
+@pytest.mark.parametrize("name", [*CASES, *MANY_BLOCKS])
+def test_blocks_hold_every_query_once_and_parts_no_key_twice(name, room):
+    """In whatever pieces the blocks come; the queries are a part of the domain."""
+    grid, *window = {**CASES, **MANY_BLOCKS}[name]
+    axes = [Axis(*line) for line in zip(grid, *window, strict=True)]
+    start, size = [n // 5 for n in grid], [n - n // 5 for n in grid]
+    reach = [axis.reach(a, a + n) for axis, a, n in zip(axes, start, size, strict=True)]
+    positions = torch.arange(math.prod(grid)).view(1, *grid)
+    queries = positions[(slice(None), *(slice(a, None) for a in start))]
+    keys = positions[(slice(None), *(slice(*r) for r in reach))]
+    held = []
+    for patches in alike_patches(tuple(axes), tuple(start), tuple(size), tuple(r[0] for r in reach), room, 2**30):
+        for patch in patches:
+            held.append(neighborhood_blocks._blocks(queries, patch, "queries").flatten())
+            seen = neighborhood_blocks._blocks(keys, patch, "keys")
+            assert seen.numel() <= room or math.prod(patch.counts) == 1
+            parts = [seen[:, *part].flatten() for part in patch.apart]
+            assert all(len(part.unique()) == len(part) for part in parts)
+            assert sum(map(len, parts)) == seen.numel()
+    assert torch.equal(torch.cat(held).sort().values, queries.flatten())
+
+
+@pytest.mark.parametrize("elements", [2**8, 2**10, 2**12])
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_calls_of_any_size(name, elements, monkeypatch):
+    grid, *window = MANY_BLOCKS[name]
+    monkeypatch.setitem(neighborhood_blocks.STACKED_KEYS, "cpu", elements)
+    leaves = inputs(grid, dim=3)
+    same_with_gradients(NA[len(grid)](*leaves, *window), dense(*leaves, *window), leaves)
+
+
+@pytest.mark.parametrize("name", ["as large as the grid", "dilated", "long line"])
+def test_channels_that_are_not_neighbours_in_memory(name):
+    """As where they come first, in the layout of images."""
+    grid, *window = CASES[name]
+
+    def channels_first(t):
+        return t.detach().movedim((-2, -1), (1, 2)).contiguous().movedim((1, 2), (-2, -1)).requires_grad_(True)
+
+    leaves = [channels_first(t) for t in inputs(grid, batch=1)]
+    found, expected = NA[len(grid)](*leaves, *window), dense(*leaves, *window)
+    torch.testing.assert_close(found, expected)
+    weight = channels_first(torch.randn(expected.shape, dtype=expected.dtype))
+    ours, truth = (torch.autograd.grad(out, leaves, weight) for out in (found, expected))
+    torch.testing.assert_close(ours, truth)
 
 
 def test_scores_are_never_held_whole():
@@ -194,7 +243,7 @@ def test_scores_are_never_held_whole():
     axes = (Axis(100_000, 101),)
     (width,) = block_widths(axes, (100_000,))
     assert 32 <= width <= 1024
-    assert len(alike_jobs(axes, (0,), (100_000,), (0,))) < 10
+    assert len(alike_patches(axes, (0,), (100_000,), (0,), 2**12, 2**16)) < 10
 
 
 class TestErrors:
