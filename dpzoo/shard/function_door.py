@@ -24,7 +24,7 @@ from dpzoo.shard.partition import Sizes
 from dpzoo.shard.plan import Dims
 from dpzoo.shard.registry import run_rule
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
-from dpzoo.shard.tensor import ShardTensor, wrap
+from dpzoo.shard.tensor import NAMED, ShardTensor, wrap
 
 native = torch._C._disabled_torch_function_impl
 
@@ -95,12 +95,17 @@ def pointwise(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def pointwise_now(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`pointwise` of a compiled function whose result is always new: where nothing is recorded, it skips autograd."""
-    if kwargs or torch.is_grad_enabled():
+    """`pointwise` of a compiled function whose result is always new: where nothing is recorded, it skips autograd.
+
+    Not where users answer ops: they would not hear of this one.
+    """
+    if kwargs or NAMED:
         return pointwise(func, types, args, kwargs)
-    spec, local = None, []
+    spec, local, recording = None, [], torch.is_grad_enabled()
     for a in args:
         if isinstance(a, ShardTensor):
+            if recording and a.requires_grad:
+                return pointwise(func, types, args, kwargs)
             if spec is None:
                 spec = a._spec
             elif a._spec is not spec:

@@ -10,7 +10,7 @@ import torch
 # Filled by registry.py and the rules; kept here so that the doors are one dict lookup away.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 DISPATCH: dict[Any, Callable[..., Any]] = {}
-NAMED: dict[str, Callable[..., Any]] = {}
+NAMED: dict[str, Callable[..., Any]] = {}  # by users, for functions and ops by one of their names
 
 
 def _spellings_of(func: Any) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ class Registering:
     @staticmethod
     def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
         """Let `handler(op, types, args, kwargs)` answer an aten op below autograd; it wins over built-in rules."""
-        DISPATCH[op] = _of_user(handler)
+        DISPATCH[op] = NAMED[str(op)] = _of_user(handler)
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:

@@ -72,14 +72,17 @@ def raises(*_, **__):
 
 
 def calls_of(name, door):
-    """An operator in all ways that pass the door; where a rule runs on local tensors, no aten op of ours is met."""
+    """An operator in all ways that pass the door; what runs on local tensors at once meets no aten op of ours."""
     op, (a, b) = getattr(operator, name), numbers(name)
     x, y = scatter_tensor(a, 0, domain_mesh(), [Shard(0)]), scatter_tensor(b, 0, domain_mesh(), [Shard(0)])
     calls = []
-    if name != "matmul":
-        calls += [lambda: op(x, y), lambda: op(x, 2), lambda: op(2, y)]
     if door == "function":
         calls += [lambda: op(x, y), lambda: op(x, b), lambda: op(a, y)]
+        if name != "matmul":
+            calls += [lambda: op(x, 2), lambda: op(2, y)]
+    elif name in FLOATS[:-1]:
+        u, v = (t.detach().requires_grad_() for t in (x, y))  # so that autograd records the call
+        calls += [lambda: op(u, v), lambda: op(u, 2), lambda: op(2, v)]
     if name not in (*COMPARISONS, "matmul"):
         in_place = getattr(operator, "i" + name.rstrip("_"))
         calls += [lambda: in_place(x, y), lambda: in_place(x, 2)]

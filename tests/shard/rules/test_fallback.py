@@ -207,8 +207,9 @@ def test_function_handlers_win_over_rules_and_stand_in_for_missing_ones():
     assert torch.equal((x + x).full_tensor(), _numbers(4, 3) * 2)
 
 
+@pytest.mark.parametrize("grad", [False, True])
 @distributed(ranks=1)
-def test_dispatch_handlers_win_over_built_in_ones():
+def test_dispatch_handlers_win_over_built_in_ones(grad):
     x = _cut(_numbers(4, 3))
     calls = []
 
@@ -220,8 +221,10 @@ def test_dispatch_handlers_win_over_built_in_ones():
     with _Registered():
         ShardTensor.register_dispatch_handler(torch.ops.aten.sin.default, tripled)
         ShardTensor.register_named_function_handler("aten::clone", tripled)
-        assert torch.equal(x.sin().full_tensor(), _numbers(4, 3) * 3)
-        assert torch.equal(x.clone().full_tensor(), _numbers(4, 3) * 3)
+        with torch.set_grad_enabled(grad):
+            found = x.sin(), x.clone()
+        for t in found:
+            assert torch.equal(t.full_tensor(), _numbers(4, 3) * 3)
         assert calls == [torch.ops.aten.sin.default, torch.ops.aten.clone.default]
 
 
