@@ -126,11 +126,11 @@ class DiTBlock(nn.Module):
         self, x: Tensor, condition: Tensor, rotary: RotaryEmbedding | None = None, invalid: Tensor | None = None
     ) -> Tensor:
         """Apply both residual branches; ``rotary`` and ``invalid`` are for the attention."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = for_tokens(self.adaLN_modulation(condition), x, 6)
         branch = self.attn(modulate(self.norm1(x), shift1, scale1), rotary, invalid)
-        x = x + self.drop_path(for_tokens(gate1, x) * branch)
+        x = x + self.drop_path(gate1 * branch)
         branch = self.mlp(modulate(self.norm2(x), shift2, scale2))
-        return x + self.drop_path(for_tokens(gate2, x) * branch)
+        return x + self.drop_path(gate2 * branch)
 
 
 class FinalLayer(nn.Module):
@@ -158,6 +158,6 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         """Tokens to a field."""
-        shift, scale = self.adaLN_modulation(condition).chunk(2, dim=1)
+        shift, scale = for_tokens(self.adaLN_modulation(condition), x, 2)
         patches = self.linear(modulate(self.norm_final(x), shift, scale))
         return rearrange(patches, self._layouts, **{f"p{d}": n for d, n in enumerate(self.patch_size)})

@@ -20,14 +20,14 @@ def modulation(dim: int, count: int) -> nn.Sequential:
     return nn.Sequential(nn.SiLU(), linear)
 
 
-def for_tokens(vector: Tensor, x: Tensor) -> Tensor:
-    """One vector per sample, ``(B, D)``, so that it broadcasts against all tokens of ``x (B, ..., D)``."""
-    return vector.reshape(vector.shape[0], *(1,) * (x.ndim - 2), vector.shape[-1])
+def for_tokens(vectors: Tensor, x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The `count` vectors per sample in ``(B, count * D)``, so that they broadcast against all tokens of ``x``."""
+    return vectors.view(vectors.shape[0], *(1,) * (x.ndim - 2), vectors.shape[-1]).chunk(count, dim=-1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """``x * (1 + scale) + shift`` for every token.
 
-    Shape: ``(B, ..., D)``, and ``(B, D)`` for shift and scale -> ``(B, ..., D)``.
+    Shape: ``(B, ..., D)``, and ``(B, 1, ..., D)`` for shift and scale -> ``(B, ..., D)``.
     """
-    return x * (1 + for_tokens(scale, x)) + for_tokens(shift, x)
+    return x * (1 + scale) + shift
