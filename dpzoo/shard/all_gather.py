@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroup
 
@@ -15,7 +14,7 @@ from dpzoo.shard import one_shot, traffic
 from dpzoo.shard.partition import Sizes, row_numel, with_size
 from dpzoo.shard.process_groups import group_of
 from dpzoo.shard.tracing import traceable
-from dpzoo.shard.wire import bytes_of, finished
+from dpzoo.shard.wire import Pending, bytes_of, finished
 
 _AS_THEY_ARE = frozenset((torch.float32, torch.float64))
 _NOW, _LATER = AllgatherOptions(), AllgatherOptions()
@@ -65,7 +64,7 @@ def equal_blocks(t: Tensor, dim: int, sizes: Sizes) -> bool:
 class PendingGather:
     """A gather under way."""
 
-    _work: dist.Work | None
+    _work: Pending | None
     _out: Tensor  # (n, numel), what each rank gave
     _arrange: Callable[[Tensor], Tensor]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from dpzoo.shard import one_shot, traffic
+from dpzoo.shard.one_shot import PendingPartsOfAll
 from dpzoo.shard.process_groups import group_of
 from dpzoo.shard.tracing import traceable
-from dpzoo.shard.wire import finished
+from dpzoo.shard.wire import Pending, finished
 
 _OPS: dict[str, tuple[dist.ReduceOp.RedOpType, Callable[..., Tensor]]] = {
     "sum": (dist.ReduceOp.SUM, torch.add),
@@ -63,8 +64,8 @@ def _start(t: Tensor, in_place: bool, group: str, op: str, wait: bool) -> Pendin
     traffic.note(t.nbytes)
     products = t.is_complex() and op != "sum"  # a process group takes complex numbers for pairs of real ones
     if products or one_shot.serves(t.nbytes, t.device, pg):
-        parts, work = one_shot.start_exchange(t.view(-1), pg, wait)
-        return PendingReduction(work, t if in_place else torch.empty_like(t), parts, op)
+        parts = one_shot.start_parts_of_all(t.view(-1), pg, wait)
+        return PendingReduction(None, t if in_place else torch.empty_like(t), parts, op)
     out = t if in_place else t.clone()
     options = AllreduceOptions()
     options.reduceOp, options.asyncOp = _OPS[op][0], not wait
@@ -76,9 +77,9 @@ def _start(t: Tensor, in_place: bool, group: str, op: str, wait: bool) -> Pendin
 class PendingReduction:
     """A reduction under way."""
 
-    _work: dist.Work | None
+    _work: Pending | None
     _out: Tensor
-    _parts: Sequence[Tensor] = ()  # what each rank gave, if it is still to be reduced here
+    _parts: PendingPartsOfAll | None = None  # what each rank gives, if it is to be reduced here
     _op: str = "sum"
 
     def wait(self) -> Tensor:
@@ -86,9 +87,9 @@ class PendingReduction:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        if self._parts:
-            self._reduce(*self._parts)
-            self._parts = ()
+        if self._parts is not None:
+            self._reduce(*self._parts.wait())
+            self._parts = None
         return self._out
 
     def _reduce(self, first: Tensor, *rest: Tensor) -> None:

@@ -7,6 +7,7 @@ Data moves as bytes, so every dtype works on every backend.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from dpzoo.shard import traffic
 from dpzoo.shard.all_gather import PendingGather, all_gather_v, equal_blocks, start_all_gather_v
 from dpzoo.shard.all_reduce import PendingReduction, all_reduce, start_all_reduce_
 from dpzoo.shard.mesh import MeshLayout
+from dpzoo.shard.one_machine import mail_of
 from dpzoo.shard.partition import Sizes, starts, with_size
 from dpzoo.shard.process_groups import device_of, group_of, group_rank, group_size
 from dpzoo.shard.tracing import is_tracing, traceable
-from dpzoo.shard.wire import bytes_of, start_all_to_all
+from dpzoo.shard.wire import PendingParts, bytes_of, start_all_to_all, start_parts
 
 __all__ = [  # and what is defined here
     "PendingGather",
@@ -38,37 +40,14 @@ __all__ = [  # and what is defined here
 # ---------------------------------------------------------------------- movement
 def start_transport(
     sends: Sequence[Sequence[Tensor]], lengths: Sequence[int], like: Tensor, group: str, wait: bool = False
-) -> "PendingParts":
+) -> PendingParts:
     """Start sending `sends[r]` (pieces) to rank r and receiving `lengths[r]` elements from rank r.
 
     Args:
         wait: come back when all is done. Either way the other ranks may do as they like.
     """
-    flat = [bytes_of(p) for to in sends for p in to]
-    in_splits = [sum(p.nbytes for p in to) for to in sends]
-    item = like.element_size()
-    out_splits = [n * item for n in lengths]
-    sent = (
-        torch.cat(flat) if len(flat) > 1 else flat[0] if flat else torch.empty(0, dtype=torch.uint8, device=like.device)
-    )
-    received = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
-    traffic.note(sent.numel())
-    work = start_all_to_all(received.view(torch.uint8), sent, out_splits, in_splits, group_of(group), wait)
-    return PendingParts(work, sent, list(received.split(list(lengths))))
-
-
-class PendingParts:
-    """An exchange under way; `wait()` gives what each rank sent, flat."""
-
-    def __init__(self, work: dist.Work | None, sent: Tensor, parts: list[Tensor]) -> None:
-        self._work, self._sent, self._parts = work, sent, parts
-
-    def wait(self) -> list[Tensor]:
-        """Block until it is done."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._parts
+    traffic.note(sum(p.nbytes for to in sends for p in to))
+    return start_parts(sends, lengths, like, group_of(group), wait)
 
 
 def _transport(sends: list[list[Tensor]], lengths: Sequence[int], like: Tensor, group: str) -> list[Tensor]:
@@ -82,7 +61,7 @@ def all_to_all_v(t: Tensor, split_dim: int, split_sizes: Sizes, cat_dim: int, ca
     if pg.size() == 1:
         return t
     me = pg.rank()
-    parts = t.split(split_sizes, split_dim)
+    parts = t.detach().split(split_sizes, split_dim)
     shape = with_size(t.shape, split_dim, split_sizes[me])
     row = math.prod(shape[:cat_dim]) * math.prod(shape[cat_dim + 1 :])
     lengths = [n * row if r != me else 0 for r, n in enumerate(cat_sizes)]
@@ -101,9 +80,9 @@ def reduce_scatter_v(t: Tensor, dim: int, sizes: Sizes, group: str, op: str = "s
     if op not in ("sum", "avg") or t.dtype is torch.bool:
         return all_reduce(t, group, op).narrow(dim, starts(sizes)[pg.rank()], sizes[pg.rank()]).contiguous()
     me = pg.rank()
-    if op == "sum" and equal_blocks(t, dim, sizes):
+    if op == "sum" and equal_blocks(t, dim, sizes) and mail_of(pg, t.device) is None:
         return _summed_blocks(t, dim, pg)
-    parts = t.split(sizes, dim)
+    parts = t.detach().split(sizes, dim)
     mine = parts[me]
     received = _transport(
         [[p] if r != me else [] for r, p in enumerate(parts)],
@@ -162,30 +141,30 @@ def shifted(t: Tensor, shape: Sequence[int], group: str, step: int = 1) -> Tenso
 def shift(t: Tensor, shape: Sequence[int], group: str, step: int = 1) -> "PendingShift":
     """Start sending `t` to rank + step and receiving a tensor of `shape` from rank - step (both modulo the group)."""
     if is_tracing():
-        return PendingShift(shifted(t, tuple(shape), group, step), [], [])
+        return PendingShift(None, 0, (), shifted(t, tuple(shape), group, step))
     pg = group_of(group)
     n, me = pg.size(), pg.rank()
-    received = torch.empty(tuple(shape), dtype=t.dtype, device=t.device)
-    ops = []
-    to, source = dist.get_global_rank(pg, (me + step) % n), dist.get_global_rank(pg, (me - step) % n)
+    to, source = (me + step) % n, (me - step) % n
     traffic.note(t.nbytes)
-    if t.numel():
-        ops.append(dist.P2POp(dist.isend, bytes_of(t), to, pg))
-    if received.numel():
-        ops.append(dist.P2POp(dist.irecv, received.view(-1).view(torch.uint8), source, pg))
-    return PendingShift(received, dist.batch_isend_irecv(ops) if ops else [], [op.tensor for op in ops])
+    sends = [[t] if r == to else [] for r in range(n)]
+    lengths = [math.prod(shape) if r == source else 0 for r in range(n)]
+    return PendingShift(start_parts(sends, lengths, t, pg, wait=False), source, tuple(shape))
 
 
+@dataclass
 class PendingShift:
-    """A ring step under way; `wait()` gives the received tensor."""
+    """A ring step under way."""
 
-    def __init__(self, received: Tensor, works: list[dist.Work], keep: list[Tensor]) -> None:
-        self._received, self._works, self._keep = received, works, keep
+    _parts: PendingParts | None
+    _source: int
+    _shape: tuple[int, ...]
+    _received: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until both directions are done."""
-        for work in self._works:
-            work.wait()
+        """Block until both directions are done; the received tensor."""
+        if self._received is None:
+            assert self._parts is not None
+            self._received = self._parts.wait()[self._source].view(self._shape)
         return self._received
 
 
