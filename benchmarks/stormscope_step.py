@@ -2,7 +2,7 @@
 
     python benchmarks/stormscope_step.py            # stormscope_small, 512 x 896; some minutes
     python benchmarks/stormscope_step.py --quick
-    python benchmarks/stormscope_step.py --model stormscope_shallow --rounds 3     # the full grid, 1024 x 1792
+    python benchmarks/stormscope_step.py --model stormscope_shallow --rounds 3 --steps 2    # the full grid, 1024 x 1792
     python benchmarks/stormscope_step.py --estimate stormscope stormscope_shallow  # activations alone, nothing is run
 
 A step draws noise and its level, denoises (forward), finds the loss, goes backward and makes an AdamW update, with one
@@ -125,12 +125,13 @@ def part_step(job: Job, given: Fields) -> Step:
     return training_step(job, given, RANKS)
 
 
-STEPS = 4
-SETTINGS = (
-    Setting("one", training_step, given=whole, steps=STEPS),
-    Setting("two", training_step, RANKS, given=shards, steps=STEPS),
-    Setting("ceiling", part_step, RANKS, given=halves, steps=STEPS),
-)
+def settings(steps: int) -> tuple[Setting, ...]:
+    """In turns of so many steps: each begins with caches and clocks as other processes left them."""
+    return (
+        Setting("one", training_step, given=whole, steps=steps),
+        Setting("two", training_step, RANKS, given=shards, steps=steps),
+        Setting("ceiling", part_step, RANKS, given=halves, steps=steps),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- without running it
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--model", default="stormscope_small")
     parser.add_argument("--grid", type=int, nargs=2, default=None, help="rows and columns; the model's own by default")
     parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=12, help="steps in a row in a turn; the first is left out")
     parser.add_argument("--estimate", nargs="+", metavar="MODEL", help="only add up the activations of these models")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "stormscope_step.json")
     options = parser.parse_args()
@@ -188,7 +190,7 @@ def main() -> None:
         return estimate(options.estimate)
     grid = options.grid or ((128, 224) if options.quick else None)
     job = Job(options.model, {} if grid is None else {"img_size": tuple(grid)})
-    rounds = measure(SETTINGS, job, options.rounds or (3 if options.quick else 7), allocated=True)
+    rounds = measure(settings(options.steps), job, options.rounds or (3 if options.quick else 7), allocated=True)
     table = summarize(rounds, "one")
     print(f"{job.model} {job.options}, {RANKS} ranks, torch {torch.__version__}")
     show(table, "one")
