@@ -1,67 +1,124 @@
-"""Which ranks of a group leave large messages for each other in memory, because they run on one machine.
+"""Messages between ranks that all run on one machine: left in memory, told by words there (CPU; see `outbox.py`).
 
-Found out once a group, by all of its ranks together: each says where its outbox is, tries those of the others, and
-tells what it can read, so that sender and receiver of every message know which way it goes.
+The ranks of a group find out together, at their first message, whether each can read the memory of all the others. Then
+nothing of what they send each other passes a socket, and no thread has to be woken but the one that waits.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroup
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from dpzoo.shard.outbox import Inbox, Outbox, outbox
 
-LARGE = 2**17  # bytes of a message that goes by memory
+SLOTS = 1024  # messages to one rank that may be under way at once
+NAP = 0.1  # seconds after which a waiting rank looks whether the sender is still there
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mail:
-    """The way by memory inside a group.
+    """The messages of one group, numbered; each rank counts alike.
+
+    A message is told by two words in a line of slots, which every rank has for every other: where it lies, and then one
+    more than its number; minus that when it has been received.
 
     Attributes:
-        own: where this rank leaves its messages, if it can.
-        of: per rank its outbox, if it can be read here.
-        readers: per rank whether it can read the own one.
+        own: where this rank leaves its messages.
+        of: the outboxes of all ranks; None for this one.
+        told: per rank the word with which the line for it begins, in `own`.
+        heard: per rank the word with which the line for this rank begins, in that rank's outbox.
+        timeout: seconds to wait for a message.
     """
 
-    own: Outbox | None
+    own: Outbox
     of: tuple[Inbox | None, ...]
-    readers: tuple[bool, ...]
+    told: tuple[int, ...]
+    heard: tuple[int, ...]
+    timeout: float
+    _count: int = 0
 
-    def sends(self, rank: int, nbytes: int) -> bool:
-        """Does a message of this size to `rank` go by memory?"""
-        return nbytes >= LARGE and self.readers[rank]
+    def next_number(self) -> int:
+        """The number of the exchange that begins now."""
+        self._count += 1
+        return self._count - 1
 
-    def receives(self, rank: int, nbytes: int) -> bool:
-        """Does a message of this size from `rank` come by memory?"""
-        return nbytes >= LARGE and self.of[rank] is not None
+    def post(self, rank: int, number: int, pieces: Sequence[Tensor]) -> None:
+        """Send pieces of one dtype, in a row, to another rank."""
+        slot, words = self.told[rank] + 2 * (number % SLOTS), self.own.words
+        end = time.monotonic() + self.timeout
+        while words[slot] > 0:  # the message of SLOTS numbers ago
+            if time.monotonic() > end:
+                raise dist.DistBackendError(
+                    f"rank {rank} has not received a message within {self.timeout:.0f} s; {SLOTS} are under way"
+                )
+            time.sleep(0.001)
+        words[slot + 1] = self.own.put(pieces)
+        words[slot] = number + 1
+        self.own.wake(slot)
+
+    def receive(self, rank: int, number: int, nbytes: int) -> Tensor:
+        """The bytes that another rank sends; blocks until they are there.
+
+        Raises:
+            DistBackendError: they do not come within the group's timeout, or the rank's process has ended.
+        """
+        box = self.of[rank]
+        assert box is not None
+        slot, words = self.heard[rank] + 2 * (number % SLOTS), box.words
+        if words[slot] != number + 1:
+            self._wait_for(rank, box, slot, number + 1)
+        at = words[slot + 1]
+        words[slot] = -number - 1
+        return box.letter(at, nbytes)
+
+    def _wait_for(self, rank: int, box: Inbox, slot: int, wanted: int) -> None:
+        end, words = time.monotonic() + self.timeout, box.words
+        while (seen := words[slot]) != wanted:
+            ended = box.has_ended()
+            if words[slot] == wanted:  # it was the last thing that it did
+                return
+            if ended or time.monotonic() > end:
+                why = f"its process, {box.pid}, has ended" if ended else f"nothing came within {self.timeout:.0f} s"
+                raise dist.DistBackendError(f"waiting for a message of rank {rank} of this group: {why}")
+            box.sleep(slot, seen, NAP)
 
 
 def mail_of(pg: ProcessGroup, device: torch.device) -> Mail | None:
-    """How ranks of the group reach each other by memory, if any do; asked by all of them at the same time."""
+    """How the ranks of the group reach each other by memory, if they do; asked by all of them at the same time."""
     if device.type != "cpu":
         return None
     if pg not in _MAIL:
-        _MAIL[pg] = _meet(pg) if pg._get_backend(device).name() == "gloo" else None
+        _MAIL[pg] = _meet(pg, device) if pg._get_backend(device).name() == "gloo" else None
     return _MAIL[pg]
 
 
 _MAIL: WeakKeyDictionary[ProcessGroup, Mail | None] = WeakKeyDictionary()
 
 
-def _meet(pg: ProcessGroup) -> Mail | None:
-    me, own = pg.rank(), outbox()
-    address = [0, -1, 0] if own is None else [os.getpid(), own.fd, own.token]
-    of = tuple(None if r == me or a[1] < 0 else _inbox(*a) for r, a in enumerate(_gathered(address, pg)))
-    readable = _gathered([int(box is not None) for box in of], pg)
-    if not any(map(any, readable)):
+def _meet(pg: ProcessGroup, device: torch.device) -> Mail | None:
+    """Exchange addresses, and whether each can read all."""
+    n, me, own = pg.size(), pg.rank(), outbox()
+    lines = own.reserve(16 * SLOTS * n) // 8 if own is not None else 0
+    addresses = _gathered([os.getpid(), own.fd, own.token, lines] if own is not None else [0, -1, 0, 0], pg)
+    of = tuple(None if r == me else _inbox(*a[:3]) for r, a in enumerate(addresses))
+    reads_all = all(box is not None for r, box in enumerate(of) if r != me)
+    all_read = all(all(row) for row in _gathered([int(reads_all)], pg))
+    if own is None or not all_read:
         return None
-    return Mail(own, of, tuple(bool(row[me]) for row in readable))
+    begins = [a[3] for a in addresses]
+    timeout = pg._get_backend(device).options._timeout.total_seconds()
+    return Mail(
+        own, of, tuple(begins[me] + 2 * SLOTS * r for r in range(n)), tuple(b + 2 * SLOTS * me for b in begins), timeout
+    )
 
 
 def _inbox(*address: int) -> Inbox | None:
@@ -79,9 +136,9 @@ _INBOXES: WeakValueDictionary[tuple[int, ...], Inbox] = WeakValueDictionary()
 
 
 def _gathered(row: list[int], pg: ProcessGroup) -> list[list[int]]:
-    """A row of integers of every rank."""
+    """A row of integers of every rank, in a message that no counter of collectives sees."""
     mine: Tensor = torch.tensor(row)
-    out = mine.new_empty(pg.size() * len(row))
-    pg._allgather_base(out, mine, AllgatherOptions()).wait()
-    found: list[list[int]] = out.view(pg.size(), -1).tolist()
-    return found
+    out = [torch.empty_like(mine) for _ in range(pg.size())]
+    backend: Any = pg._get_backend(mine.device)
+    backend.allgather([out], [mine]).wait()
+    return [t.tolist() for t in out]

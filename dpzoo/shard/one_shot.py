@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 
-from dpzoo.shard.wire import Pending, PendingParts, finished, start_all_to_all, start_parts
+from dpzoo.shard.wire import Pending, PendingParts, finished, start_parts
 
 SHORT = 2**16  # bytes that more than two ranks send to each other in one shot
 
@@ -30,55 +30,44 @@ def start_gather(mine: Tensor, out: Tensor, pg: ProcessGroup, wait: bool = False
     Args:
         wait: come back when it is done; else what comes back, if something does, is to be waited for.
     """
-    if pg.size() > 2:
-        return start_all_to_all(_bytes(out.view(-1)), _bytes(mine).repeat(pg.size()), [], [], pg, wait)
     out[pg.rank()].copy_(mine)
-    return finished(_Copied(_start_swap(mine, pg, wait), out, 1 - pg.rank()), wait)
+    return finished(_Copied(_start_sharing(mine, pg, wait), out, pg.rank()), wait)
 
 
 def start_parts_of_all(mine: Tensor, pg: ProcessGroup, wait: bool = False) -> PendingPartsOfAll:
     """Start to get what each rank gives as `mine` (numel,), in rank order."""
-    if pg.size() == 2:
-        return PendingPartsOfAll(_start_swap(mine, pg, wait), [mine, mine], 1 - pg.rank())
-    out = mine.new_empty((pg.size(), mine.numel()))
-    return PendingPartsOfAll(start_gather(mine, out, pg, wait), list(out.unbind(0)))
+    return PendingPartsOfAll(_start_sharing(mine, pg, wait), mine, pg.rank())
 
 
-def _start_swap(mine: Tensor, pg: ProcessGroup, wait: bool) -> PendingParts:
-    me, n = pg.rank(), mine.numel()
-    return start_parts([[mine], []] if me else [[], [mine]], [n, 0] if me else [0, n], mine, pg, wait)
+def _start_sharing(mine: Tensor, pg: ProcessGroup, wait: bool) -> PendingParts:
+    me, n = pg.rank(), pg.size()
+    sends, lengths = [[mine]] * n, [mine.numel()] * n
+    sends[me], lengths[me] = [], 0
+    return start_parts(sends, lengths, mine, pg, wait)
 
 
 @dataclass
 class PendingPartsOfAll:
     """What each rank gives, under way."""
 
-    _pending: Pending | None
-    _parts: list[Tensor]
-    _theirs: int | None = None  # of two ranks the other
+    _parts: PendingParts
+    _mine: Tensor
+    _me: int
 
     def wait(self) -> list[Tensor]:
         """Block until it is here; in rank order."""
-        if isinstance(self._pending, PendingParts):
-            assert self._theirs is not None
-            self._parts[self._theirs] = self._pending.wait()[self._theirs]
-        elif self._pending is not None:
-            self._pending.wait()
-        self._pending = None
-        return self._parts
+        return [self._mine if r == self._me else part for r, part in enumerate(self._parts.wait())]
 
 
 @dataclass
 class _Copied:
-    """The other rank's part, on its way to a row of `out`."""
+    """The parts of the other ranks, on their way to the rows of `out`."""
 
     parts: PendingParts
     out: Tensor
-    rank: int
+    me: int
 
     def wait(self) -> None:
-        self.out[self.rank].copy_(self.parts.wait()[self.rank])
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8)
+        for rank, part in enumerate(self.parts.wait()):
+            if rank != self.me:
+                self.out[rank].copy_(part)

@@ -1,7 +1,7 @@
 """How tensors travel: as their bytes, so that every dtype works on every backend.
 
-On CPU a large message to a rank of the same machine is left in memory that both have mapped (`one_machine.py`); what is
-sent then is where it lies.
+On CPU a group whose ranks are all on one machine needs no messages of the process group for what goes to each other: it
+leaves them in memory that all have mapped (`one_machine.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dpzoo.shard.one_machine import Mail, mail_of
 # Calls go to the process group itself: torch's functions around it cost as much as a small message.
 _NOW, _LATER = AllToAllOptions(), AllToAllOptions()
 _NOW.asyncOp, _LATER.asyncOp = False, True
-_WHERE = 16  # bytes that say where a message lies; a multiple of every element's size
 
 
 class Pending(Protocol):
@@ -64,50 +63,77 @@ def start_parts(
         like: a tensor of the dtype and on the device of what travels.
         wait: come back when it is done.
     """
-    device, mail = like.device, mail_of(pg, like.device)
-    lengths = [n * like.itemsize for n in lengths]
+    mail = mail_of(pg, like.device)
+    pending = _by_socket(sends, lengths, like, pg, wait) if mail is None else _by_mail(sends, lengths, like, mail)
+    finished(pending, wait)
+    return pending
+
+
+def _by_mail(sends: Sequence[Sequence[Tensor]], lengths: Sequence[int], like: Tensor, mail: Mail) -> PendingMail:
+    number, here = mail.next_number(), like.new_empty(0)
+    for rank, pieces in enumerate(sends):
+        if mail.of[rank] is None:
+            here = torch.cat([p.detach().reshape(-1) for p in pieces]) if len(pieces) else here
+        elif any(p.numel() for p in pieces):
+            mail.post(rank, number, pieces)
+    return PendingMail(mail, number, lengths, here)
+
+
+def _by_socket(
+    sends: Sequence[Sequence[Tensor]], lengths: Sequence[int], like: Tensor, pg: ProcessGroup, wait: bool
+) -> PendingMessages:
     sizes = [sum(p.nbytes for p in pieces) for pieces in sends]
-    if mail is not None and mail.own is not None and any(mail.sends(r, n) for r, n in enumerate(sizes)):
-        sends = [[_where(mail.own.put(p))] if mail.sends(r, sizes[r]) else p for r, p in enumerate(sends)]
-        sizes = [_WHERE if mail.sends(r, n) else n for r, n in enumerate(sizes)]
-    arriving = [_WHERE if mail is not None and mail.receives(r, n) else n for r, n in enumerate(lengths)]
+    arriving = [n * like.itemsize for n in lengths]
     pieces = [bytes_of(p) for to in sends for p in to]
-    sent = pieces[0] if len(pieces) == 1 else _joined(pieces, device)
-    arrived = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
-    work = start_all_to_all(arrived, sent, arriving, sizes, pg, wait)
-    parts = list(arrived.split(arriving))
-    return PendingParts(work, sent, parts, lengths, mail, like.dtype)
+    none = torch.empty(0, dtype=torch.uint8, device=like.device)
+    sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else none
+    received = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
+    work = start_all_to_all(received.view(torch.uint8), sent, arriving, sizes, pg, wait)
+    return PendingMessages(work, sent, list(received.split(list(lengths))))
 
 
-def _joined(pieces: list[Tensor], device: torch.device) -> Tensor:
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _where(at: int) -> Tensor:
-    return torch.tensor([at, 0])
-
-
-@dataclass
-class PendingParts:
+class PendingParts(Protocol):
     """An exchange under way."""
-
-    _work: Pending | None
-    _sent: Tensor | None  # to be kept until it is done
-    _parts: list[Tensor]
-    _lengths: Sequence[int]  # in bytes
-    _mail: Mail | None
-    _dtype: torch.dtype
 
     def wait(self) -> list[Tensor]:
         """Block until it is done; the elements that each rank sent, flat."""
-        if self._sent is not None:
-            if self._work is not None:
-                self._work.wait()
-            self._parts = [self._opened(r, part).view(self._dtype) for r, part in enumerate(self._parts)]
-            self._work = self._sent = None
+
+
+@dataclass
+class PendingMessages:
+    """An exchange of a process group."""
+
+    _work: Pending | None
+    _sent: Tensor  # kept until it is done
+    _parts: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """See `PendingParts`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._parts
 
-    def _opened(self, rank: int, part: Tensor) -> Tensor:
-        nbytes = self._lengths[rank]
-        inbox = self._mail.of[rank] if self._mail is not None and self._mail.receives(rank, nbytes) else None
-        return part if inbox is None else inbox.letter(int(part.view(torch.int64)[0]), nbytes)
+
+@dataclass
+class PendingMail:
+    """An exchange by memory."""
+
+    _mail: Mail
+    _number: int
+    _lengths: Sequence[int]
+    _here: Tensor  # what this rank keeps
+    _parts: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """See `PendingParts`."""
+        if self._parts is None:
+            self._parts = [self._part(rank, n) for rank, n in enumerate(self._lengths)]
+        return self._parts
+
+    def _part(self, rank: int, length: int) -> Tensor:
+        if self._mail.of[rank] is None:
+            return self._here
+        if not length:
+            return self._here.new_empty(0)
+        return self._mail.receive(rank, self._number, length * self._here.itemsize).view(self._here.dtype)

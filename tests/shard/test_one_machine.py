@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dpzoo.shard import collectives as comm
 from dpzoo.shard import one_machine
@@ -16,30 +17,31 @@ from dpzoo.shard.outbox import FRONT, Inbox, Outbox, outbox
 from dpzoo.shard.process_groups import group_of
 from dpzoo.testing import distributed, domain_mesh
 from dpzoo.testing.decorator import RANK_BODY
-from tests.shard import test_collectives as by_socket
+from tests.shard import test_collectives as collectives
 
 pytestmark = pytest.mark.skipif(outbox() is None, reason="no memory without a name, or a processor other than x86")
 CPU = torch.device("cpu")
-TESTS = {name: getattr(test, RANK_BODY) for name, test in vars(by_socket).items() if hasattr(test, RANK_BODY)}
+TESTS = {name: getattr(test, RANK_BODY) for name, test in vars(collectives).items() if hasattr(test, RANK_BODY)}
 OF_MESHES = [name for name, body in TESTS.items() if list(inspect.signature(body).parameters) == ["mesh"]]
 
 
 @contextmanager
-def memory_from(nbytes):
-    before, one_machine.LARGE = one_machine.LARGE, nbytes
+def by_socket(pg):
+    before, one_machine._MAIL[pg] = one_machine._MAIL.get(pg), None
     try:
         yield
     finally:
-        one_machine.LARGE = before
+        one_machine._MAIL[pg] = before
 
 
-@pytest.mark.parametrize("mesh", list(by_socket.MESHES))
+@pytest.mark.parametrize("mesh", list(collectives.MESHES))
 @pytest.mark.parametrize("name", OF_MESHES)
 @distributed(ranks=4)
-def test_what_holds_for_sockets_holds_for_memory(name, mesh):
-    for nbytes in (1, 100):  # all of it, and some of it
-        with memory_from(nbytes):
-            TESTS[name](mesh)
+def test_what_holds_for_memory_holds_for_sockets(name, mesh):
+    pg = collectives.MESHES[mesh]().get_group()
+    assert one_machine.mail_of(pg, CPU) is not None
+    with by_socket(pg):
+        TESTS[name](mesh)
 
 
 def rows(n, start, dtype=torch.float32):
@@ -57,41 +59,37 @@ def start(group, mine, lengths, like):
 def test_every_dtype_and_any_strides(ranks):
     group = domain_mesh().get_group().group_name
     me = group_of(group).rank()
-    with memory_from(1):
-        for dtype in (torch.float16, torch.bfloat16, torch.complex128, torch.int64, torch.uint8, torch.bool):
-            whole = [rows(30, 7 * r, dtype).view(5, 6).t() for r in range(ranks)]
-            if dtype.is_complex:
-                whole = [t.conj() for t in whole]
-            parts = start(group, whole[me], [30] * ranks, whole[me]).wait()
-            for r in (r for r in range(ranks) if r != me):
-                assert torch.equal(parts[r].view(6, 5), whole[r].contiguous())
+    for dtype in (torch.float16, torch.bfloat16, torch.complex128, torch.int64, torch.uint8, torch.bool):
+        whole = [rows(30, 7 * r, dtype).view(5, 6).t() for r in range(ranks)]
+        if dtype.is_complex:
+            whole = [t.conj() for t in whole]
+        parts = start(group, whole[me], [30] * ranks, whole[me]).wait()
+        for r in (r for r in range(ranks) if r != me):
+            assert torch.equal(parts[r].view(6, 5), whole[r].contiguous())
 
 
 @distributed(ranks=3)
-def test_large_and_small_messages_of_one_exchange():
-    """Each pair of ranks decides by the size that both know; a rank that sends nothing takes part."""
+def test_some_ranks_send_nothing():
     group = domain_mesh().get_group().group_name
     me = group_of(group).rank()
-    sizes = [[0, 5, 40], [300, 0, 1], [0, 0, 0]]  # from -> to, in complex128
-    with memory_from(400):
-        sends = [[rows(n, 10 * me + r, torch.complex128)] if n else [] for r, n in enumerate(sizes[me])]
-        lengths = [sizes[r][me] for r in range(3)]
-        parts = comm.start_transport(sends, lengths, torch.empty(0, dtype=torch.complex128), group).wait()
+    sizes = [[0, 5, 40], [300, 0, 0], [0, 0, 0]]  # from -> to
+    sends = [[rows(n, 10 * me + r)] if n else [] for r, n in enumerate(sizes[me])]
+    lengths = [sizes[r][me] for r in range(3)]
+    parts = comm.start_transport(sends, lengths, torch.empty(0), group).wait()
     for r, n in enumerate(lengths):
-        assert torch.equal(parts[r], rows(n, 10 * r + me, torch.complex128))
+        assert torch.equal(parts[r], rows(n, 10 * r + me))
 
 
 @distributed(ranks=2)
 def test_places_are_free_when_what_arrived_is_gone():
     group = domain_mesh().get_group().group_name
-    me = group_of(group).rank()
-    n = 2 * one_machine.LARGE
+    me, n = group_of(group).rank(), 100_000
     kept = start(group, rows(n, me), [n, n], torch.empty(0)).wait()[1 - me]
     ends = []
     for step in range(6):
         assert torch.equal(start(group, rows(n, step), [n, n], torch.empty(0)).wait()[1 - me], rows(n, step))
         gc.collect()
-        ends.append(one_machine.mail_of(group_of(group), CPU).own._end)
+        ends.append(outbox()._end)
     assert ends[1:] == ends[1:2] * 5  # two places serve all: the other rank may be a step behind
     assert torch.equal(kept, rows(n, 1 - me))  # and nobody wrote over what is still in use
     kept += 1  # which is this rank's own
@@ -101,68 +99,92 @@ def test_places_are_free_when_what_arrived_is_gone():
 @distributed(ranks=2)
 def test_messages_are_waited_for_in_any_order():
     group = domain_mesh().get_group().group_name
-    me = group_of(group).rank()
-    n = 2 * one_machine.LARGE
+    me, n = group_of(group).rank(), 1000
     pending = [start(group, rows(n, 10 * step + me), [n, n], torch.empty(0)) for step in range(3)]
     for step in (2, 0, 1):
         for _ in range(2):  # the second time it is there
             assert torch.equal(pending[step].wait()[1 - me], rows(n, 10 * step + 1 - me))
 
 
-@distributed(ranks=2)
-def test_one_way_by_memory_and_the_other_by_socket():
-    """Where a rank may not look at the other's memory, both know."""
-    group = domain_mesh().get_group().group_name
-    pg = group_of(group)
-    me, n = pg.rank(), 2 * one_machine.LARGE
-    before, find = one_machine._MAIL.pop(pg, None), one_machine._inbox
-    try:
-        if me == 1:
-            one_machine._inbox = lambda *_: None
-        mail = one_machine.mail_of(pg, CPU)
-        assert [mail.receives(1 - me, n), mail.sends(1 - me, n)] == [me == 0, me == 1]
-        assert torch.equal(start(group, rows(n, me), [n, n], torch.empty(0)).wait()[1 - me], rows(n, 1 - me))
-    finally:
-        one_machine._inbox, one_machine._MAIL[pg] = find, before
-
-
-@distributed(ranks=2)
-def test_a_rank_without_an_outbox_reads_those_of_others():
+@pytest.mark.parametrize("lacks", ["outbox", "_inbox"])
+@distributed(ranks=3)
+def test_sockets_where_a_rank_cannot_read_or_be_read(lacks):
+    """Then all ranks of the group know."""
     pg = domain_mesh().get_group()
-    before, own = one_machine._MAIL.pop(pg, None), one_machine.outbox
+    before, real = one_machine._MAIL.pop(pg, None), getattr(one_machine, lacks)
     try:
         if pg.rank() == 1:
-            one_machine.outbox = lambda: None
-        assert (one_machine.mail_of(pg, CPU).own is None) == (pg.rank() == 1)
-        n = 2 * one_machine.LARGE
-        found = start(pg.group_name, rows(n, pg.rank()), [n, n], torch.empty(0)).wait()
-        assert torch.equal(found[1 - pg.rank()], rows(n, 1 - pg.rank()))
+            setattr(one_machine, lacks, lambda *_: None)
+        assert one_machine.mail_of(pg, CPU) is None
+        found = start(pg.group_name, rows(9, pg.rank()), [9] * 3, torch.empty(0)).wait()
+        assert torch.equal(found[(pg.rank() + 1) % 3], rows(9, (pg.rank() + 1) % 3))
     finally:
-        one_machine.outbox, one_machine._MAIL[pg] = own, before
+        setattr(one_machine, lacks, real)
+        one_machine._MAIL[pg] = before
+
+
+@contextmanager
+def timeout_of(mail, seconds):
+    before, mail.timeout = mail.timeout, seconds
+    try:
+        yield
+    finally:
+        mail.timeout = before
+
+
+@distributed(ranks=2)
+def test_a_message_that_does_not_come():
+    pg = domain_mesh().get_group()
+    mail = one_machine.mail_of(pg, CPU)
+    number = mail.next_number()
+    with timeout_of(mail, 0.2), pytest.raises(dist.DistBackendError, match=r"of rank \d .* nothing came within 0 s"):
+        mail.receive(1 - pg.rank(), number, 4)
+    found = start(pg.group_name, rows(9, pg.rank()), [9, 9], torch.empty(0)).wait()[1 - pg.rank()]
+    assert torch.equal(found, rows(9, 1 - pg.rank()))
+
+
+@distributed(ranks=2)
+def test_a_rank_that_receives_nothing():
+    pg = domain_mesh().get_group()
+    mail, other, me = one_machine.mail_of(pg, CPU), 1 - pg.rank(), pg.rank()
+    numbers = [mail.next_number() for _ in range(one_machine.SLOTS + 1)]
+    for number in numbers[:-1]:
+        mail.post(other, number, [rows(1, number + me)])
+    dist.barrier(pg)
+    with timeout_of(mail, 0.1), pytest.raises(dist.DistBackendError, match="1024 are under way"):
+        mail.post(other, numbers[-1], [rows(1, 0)])
+    dist.barrier(pg)
+    for number in numbers[:-1]:
+        assert mail.receive(other, number, 4).view(torch.float32).item() == number + other
 
 
 CHILD = """
 import os, sys, torch
 from dpzoo.shard.outbox import outbox
 box = outbox()
-print(os.getpid(), box.fd, box.token, box.put([torch.arange(5), torch.arange(3)]), flush=True)
+line = box.reserve(100) // 8
+box.words[line + 1] = box.put([torch.arange(5), torch.arange(3)])
+box.words[line] = 1
+print(os.getpid(), box.fd, box.token, line, flush=True)
 sys.stdin.readline()
 """
 
 
-def test_a_message_outlives_the_process_that_sent_it():
+def test_what_a_process_sent_outlives_it():
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        pid, fd, token, at = map(int, child.stdout.readline().split())
+        pid, fd, token, line = map(int, child.stdout.readline().split())
         with pytest.raises(OSError, match="not an outbox"):
             Inbox(pid, fd, token + 1)
-        box = Inbox(pid, fd, token)
+        mail = one_machine.Mail(outbox(), (Inbox(pid, fd, token), None), (0, 0), (line, 0), timeout=60)
+        assert not mail.of[0].has_ended()
     finally:
         child.communicate("go\n")
     with pytest.raises(OSError):
         Inbox(pid, fd, token)
-    letter = box.letter(at, 8 * 8)
-    assert letter.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert mail.receive(0, 0, 8 * 8).view(torch.int64).tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    with pytest.raises(dist.DistBackendError, match=f"of rank 0 of this group: its process, {pid}, has ended"):
+        mail.receive(0, 1, 8)
 
 
 def test_an_outbox_made_in_inference_mode_serves_outside_of_it():
@@ -175,7 +197,7 @@ def test_an_outbox_made_in_inference_mode_serves_outside_of_it():
 
 def test_more_than_the_machine_holds():
     box = Outbox()
-    box._end = len(box._memory) - FRONT
+    box._end = len(box._map) - FRONT
     with pytest.raises(MemoryError, match="GiB are under way"):
         box.put([torch.zeros(1)])
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 from dpzoo.shard import Shard, ShardTensor, scatter_tensor, strict
 from dpzoo.shard.traffic import count_traffic
 from dpzoo.testing import OpCase, assert_parity, distributed, domain_mesh, expect_same_error, op_test, with_derivatives
 from dpzoo.testing.cutting import cut_tensor, plan_cut
+from tests.shard.counting import count_collectives
 from tests.shard.rules.inputs import FEW
 
 ONCE: dict[str, Any] = {"ranks": (3,), "subgroups": False}
@@ -409,11 +409,11 @@ def _image(rows: tuple[int, int], columns: int = 6) -> ShardTensor:
 @distributed(ranks=2)
 def test_no_exchange_when_windows_fit_the_shards():
     w, x = torch.randn(4, 3, 4, 4, dtype=torch.float64), _image((8, 4))
-    with CommDebugMode() as comm, count_traffic() as traffic:
+    with count_collectives() as comm, count_traffic() as traffic:
         F.conv2d(x, w, stride=4)
         F.conv2d(x, torch.randn(4, 3, 1, 3, dtype=torch.float64), padding=(0, 1))
         F.conv_transpose2d(x, torch.randn(3, 4, 2, 2, dtype=torch.float64), stride=2)
-    assert comm.get_total_counts() == 0
+    assert comm.calls == 0
     assert (traffic.calls, traffic.nbytes) == (0, 0)
 
 
@@ -422,9 +422,9 @@ def test_bytes_are_those_of_the_halo():
     row = 2 * 3 * 6 * 8  # batch, channels, columns, bytes
     w = torch.randn(4, 3, 3, 3, dtype=torch.float64)
     x = _image((5, 4)).requires_grad_()
-    with CommDebugMode() as comm, count_traffic() as traffic:
+    with count_collectives() as comm, count_traffic() as traffic:
         out = F.conv2d(x, w, padding=1)
-    assert comm.get_total_counts() == traffic.calls == 1
+    assert comm.calls == traffic.calls == 1
     assert traffic.nbytes == row  # one row to the one neighbour
     with count_traffic() as traffic:
         out.backward(torch.ones_like(out))
