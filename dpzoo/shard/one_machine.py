@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -45,9 +45,12 @@ class Mail:
     heard: tuple[int, ...]
     timeout: float
     _count: int = 0
+    _unwanted: list[tuple[int, int]] = field(default_factory=list)  # rank and number of messages that nobody waits for
 
     def next_number(self) -> int:
         """The number of the exchange that begins now."""
+        if self._unwanted:
+            self._unwanted = [message for message in self._unwanted if not self._drop(*message)]
         self._count += 1
         return self._count - 1
 
@@ -79,6 +82,19 @@ class Mail:
         at = words[slot + 1]
         words[slot] = -number - 1
         return box.letter(at, nbytes)
+
+    def forget(self, rank: int, number: int) -> None:
+        """Nobody will receive this message; it may come later, or have been received."""
+        self._unwanted.append((rank, number))
+
+    def _drop(self, rank: int, number: int) -> bool:
+        """Receive a message that nobody wants, if it is there; whether that is done."""
+        box = self.of[rank]
+        assert box is not None
+        slot = self.heard[rank] + 2 * (number % SLOTS)
+        if box.words[slot] == number + 1:
+            self.receive(rank, number, 1)  # the tensor is gone at once, and its place free
+        return abs(box.words[slot]) > number
 
     def _wait_for(self, rank: int, box: Inbox, slot: int, wanted: int) -> None:
         end, words = time.monotonic() + self.timeout, box.words
@@ -127,7 +143,7 @@ def _inbox(*address: int) -> Inbox | None:
     if box is None:
         try:
             box = _INBOXES[address] = Inbox(*address)
-        except (OSError, ValueError):
+        except (AttributeError, OSError, ValueError):
             return None
     return box
 

@@ -158,6 +158,24 @@ def test_a_rank_that_receives_nothing():
         assert mail.receive(other, number, 4).view(torch.float32).item() == number + other
 
 
+@distributed(ranks=2)
+def test_messages_that_nobody_waits_for():
+    """After an error, say: their slots and places are used again."""
+    pg = domain_mesh().get_group()
+    mail, n = one_machine.mail_of(pg, CPU), 1000
+    with timeout_of(mail, 5):
+        ends = []
+        for step in range(one_machine.SLOTS + 100):
+            start(pg.group_name, rows(n, step), [n, n], torch.empty(0))
+            if step % 100 == 0:
+                dist.barrier(pg)
+                ends.append(outbox()._end)
+        found = start(pg.group_name, rows(n, pg.rank()), [n, n], torch.empty(0)).wait()[1 - pg.rank()]
+    assert torch.equal(found, rows(n, 1 - pg.rank()))
+    assert len(mail._unwanted) < 200
+    assert ends[-1] == ends[4]  # places for a hundred messages, and no more
+
+
 CHILD = """
 import os, sys, torch
 from dpzoo.shard.outbox import outbox

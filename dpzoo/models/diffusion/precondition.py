@@ -89,4 +89,4 @@ def per_sample(x: Tensor, sigma: Tensor | float) -> Tensor:
             f"sigma holds one noise level per sample: expected shape () or ({x.shape[0]},) for x of shape "
             f"{tuple(x.shape)}, got {tuple(sigma.shape)}"
         )
-    return sigma.to(dtype).expand(x.shape[0])
+    return sigma.to(dtype) if sigma.ndim else sigma.to(dtype).expand(x.shape[0])
