@@ -24,7 +24,8 @@ from dpzoo.shard.partition import Sizes
 from dpzoo.shard.plan import Dims
 from dpzoo.shard.registry import run_rule
 from dpzoo.shard.spec import REPLICATED, Cut, ShardTensorSpec
-from dpzoo.shard.tensor import NAMED, ShardTensor, wrap
+from dpzoo.shard.tables import ANSWERED
+from dpzoo.shard.tensor import ShardTensor, wrap
 
 native = torch._C._disabled_torch_function_impl
 
@@ -99,7 +100,7 @@ def pointwise_now(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> A
 
     Not where users answer ops: they would not hear of this one.
     """
-    if kwargs or NAMED:
+    if kwargs or ANSWERED:
         return pointwise(func, types, args, kwargs)
     spec, local, recording = None, [], torch.is_grad_enabled()
     for a in args:

@@ -10,7 +10,8 @@ import torch
 # Filled by registry.py and the rules; kept here so that the doors are one dict lookup away.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 DISPATCH: dict[Any, Callable[..., Any]] = {}
-NAMED: dict[str, Callable[..., Any]] = {}  # by users, for functions and ops by one of their names
+NAMED: dict[str, Callable[..., Any]] = {}
+ANSWERED: dict[str, Callable[..., Any]] = {}  # aten ops that users answer, by name
 
 
 def _spellings_of(func: Any) -> tuple[Any, ...]:
@@ -86,12 +87,14 @@ class Registering:
     @staticmethod
     def register_dispatch_handler(op: Any, handler: Callable[..., Any]) -> None:
         """Let `handler(op, types, args, kwargs)` answer an aten op below autograd; it wins over built-in rules."""
-        DISPATCH[op] = NAMED[str(op)] = _of_user(handler)
+        DISPATCH[op] = ANSWERED[str(op)] = _of_user(handler)
 
     @staticmethod
     def register_named_function_handler(name: str, handler: Callable[..., Any]) -> None:
         """As `register_function_handler`, for a function named by "module.qualname" or an op named "namespace::op"."""
         NAMED[name] = handler = _of_user(handler)
+        if name.startswith("aten"):
+            ANSWERED[name] = handler
         for table in (FUNCTIONS, DISPATCH):
             for func in [f for f in table if name in names_of(f)]:
                 table[func] = handler

@@ -19,6 +19,7 @@ from dpzoo.shard import (
     reset_warnings,
     strict,
 )
+from dpzoo.shard.tables import ANSWERED
 from dpzoo.shard.tensor import DISPATCH, FUNCTIONS, NAMED
 from dpzoo.testing import OpCase, distributed, expect_error, op_test
 from tests.shard.rules.inputs import FEW
@@ -176,7 +177,7 @@ class _Registered:
     """Registers handlers and takes them away again."""
 
     def __enter__(self):
-        self.before = [(table, dict(table)) for table in (FUNCTIONS, DISPATCH, NAMED)]
+        self.before = [(table, dict(table)) for table in (FUNCTIONS, DISPATCH, NAMED, ANSWERED)]
         return self
 
     def __exit__(self, *_):
