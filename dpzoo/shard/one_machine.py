@@ -112,9 +112,11 @@ def mail_of(pg: ProcessGroup, device: torch.device) -> Mail | None:
     """How the ranks of the group reach each other by memory, if they do; asked by all of them at the same time."""
     if device.type != "cpu":
         return None
-    if pg not in _MAIL:
-        _MAIL[pg] = _meet(pg, device) if pg._get_backend(device).name() == "gloo" else None
-    return _MAIL[pg]
+    try:
+        return _MAIL[pg]
+    except KeyError:
+        mail = _MAIL[pg] = _meet(pg, device) if pg._get_backend(device).name() == "gloo" else None
+        return mail
 
 
 _MAIL: WeakKeyDictionary[ProcessGroup, Mail | None] = WeakKeyDictionary()

@@ -85,8 +85,9 @@ def _by_socket(
     sizes = [sum(p.nbytes for p in pieces) for pieces in sends]
     arriving = [n * like.itemsize for n in lengths]
     pieces = [bytes_of(p) for to in sends for p in to]
-    none = torch.empty(0, dtype=torch.uint8, device=like.device)
-    sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else none
+    if not pieces:
+        pieces = [torch.empty(0, dtype=torch.uint8, device=like.device)]
+    sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     received = torch.empty(sum(lengths), dtype=like.dtype, device=like.device)
     work = start_all_to_all(received.view(torch.uint8), sent, arriving, sizes, pg, wait)
     return PendingMessages(work, sent, list(received.split(list(lengths))))
