@@ -62,7 +62,7 @@ class LogUniform:
 
 
 def _empty(like: Tensor) -> Tensor:
-    return like.detach().new_empty((like.shape[0],), dtype=torch.promote_types(like.dtype, torch.float32))
+    return like.new_empty((like.shape[0],), dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def edm_sigmas(steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> list[float]:
