@@ -99,13 +99,11 @@ class Mail:
     def _wait_for(self, rank: int, box: Inbox, slot: int, wanted: int) -> None:
         end, words = time.monotonic() + self.timeout, box.words
         while (seen := words[slot]) != wanted:
+            box.sleep(slot, seen, NAP)
             ended = box.has_ended()
-            if words[slot] == wanted:  # it was the last thing that it did
-                return
-            if ended or time.monotonic() > end:
+            if words[slot] != wanted and (ended or time.monotonic() > end):
                 why = f"its process, {box.pid}, has ended" if ended else f"nothing came within {self.timeout:.0f} s"
                 raise dist.DistBackendError(f"waiting for a message of rank {rank} of this group: {why}")
-            box.sleep(slot, seen, NAP)
 
 
 def mail_of(pg: ProcessGroup, device: torch.device) -> Mail | None:

@@ -122,10 +122,8 @@ class Inbox(_Memory):
             super().__init__(file.fileno(), 0)
         if self.words[0] != token:
             raise OSError(f"descriptor {fd} of process {pid} is not an outbox, or one of another machine")
-        self.pid, self._ends = pid, select.poll()
-        process = os.pidfd_open(pid)
-        self._ends.register(process, select.POLLIN)
-        weakref.finalize(self, os.close, process)
+        self.pid, self._process = pid, os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._process)
 
     def letter(self, at: int, nbytes: int) -> Tensor:
         """The message that lies at `at`, there: its place is free again when nothing uses this tensor any more."""
@@ -135,7 +133,9 @@ class Inbox(_Memory):
 
     def has_ended(self) -> bool:
         """Whether that process is no more; what it had sent is here nevertheless."""
-        return bool(self._ends.poll(0))
+        asking = select.poll()  # of this call alone: threads may ask at the same time
+        asking.register(self._process, select.POLLIN)
+        return bool(asking.poll(0))
 
 
 def outbox() -> Outbox | None:

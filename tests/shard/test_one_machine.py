@@ -5,7 +5,10 @@ import inspect
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -174,6 +177,26 @@ def test_messages_that_nobody_waits_for():
     assert torch.equal(found, rows(n, 1 - pg.rank()))
     assert len(mail._unwanted) < 200
     assert ends[-1] == ends[4]  # places for a hundred messages, and no more
+
+
+@distributed(ranks=2)
+def test_two_threads_wait_for_one_rank():
+    groups = [dist.new_group(timeout=timedelta(seconds=10)) for _ in range(2)]
+    me = dist.get_rank()
+
+    def many(group):
+        for step in range(200):
+            time.sleep(0.001 * (step % 3 == me))
+            found = start(group.group_name, rows(9, step + me), [9, 9], torch.empty(0)).wait()[1 - me]
+            assert torch.equal(found, rows(9, step + 1 - me))
+        return True
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(many, groups)) == [True, True]
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 CHILD = """
