@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,12 +46,14 @@ class Mail:
     heard: tuple[int, ...]
     timeout: float
     _count: int = 0
-    _unwanted: list[tuple[int, int]] = field(default_factory=list)  # rank and number of messages that nobody waits for
+    _unwanted: deque[tuple[int, int]] = field(default_factory=deque)  # rank and number of messages nobody waits for
 
     def next_number(self) -> int:
         """The number of the exchange that begins now."""
-        if self._unwanted:
-            self._unwanted = [message for message in self._unwanted if not self._drop(*message)]
+        for _ in range(len(self._unwanted)):  # which may grow meanwhile
+            message = self._unwanted.popleft()
+            if not self._drop(*message):
+                self._unwanted.append(message)
         self._count += 1
         return self._count - 1
 
