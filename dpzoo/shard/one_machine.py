@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -38,38 +37,45 @@ class Mail:
         told: per rank the word with which the line for it begins, in `own`.
         heard: per rank the word with which the line for this rank begins, in that rank's outbox.
         timeout: seconds to wait for a message.
+        begun: per rank the word, in its outbox, that says how many exchanges it has begun.
     """
 
+    me: int
     own: Outbox
     of: tuple[Inbox | None, ...]
     told: tuple[int, ...]
     heard: tuple[int, ...]
     timeout: float
+    begun: tuple[int, ...]
     _count: int = 0
-    _unwanted: deque[tuple[int, int]] = field(default_factory=deque)  # rank and number of messages nobody waits for
 
     def next_number(self) -> int:
         """The number of the exchange that begins now."""
-        for _ in range(len(self._unwanted)):  # which may grow meanwhile
-            message = self._unwanted.popleft()
-            if not self._drop(*message):
-                self._unwanted.append(message)
         self._count += 1
+        self.own.words[self.begun[self.me]] = self._count
         return self._count - 1
 
     def post(self, rank: int, number: int, pieces: Sequence[Tensor]) -> None:
         """Send pieces of one dtype, in a row, to another rank."""
         slot, words = self.told[rank] + 2 * (number % SLOTS), self.own.words
-        end = time.monotonic() + self.timeout
-        while words[slot] > 0:  # the message of SLOTS numbers ago
-            if time.monotonic() > end:
+        if words[slot] > 0:
+            self._clear(rank, slot, number - SLOTS)
+        words[slot + 1] = self.own.put(pieces)
+        words[slot] = number + 1
+        self.own.wake(slot)
+
+    def _clear(self, rank: int, slot: int, old: int) -> None:
+        """Wait until the old message of a slot has been received; after an error it is lost: the rank is far beyond it."""
+        end, words, box = time.monotonic() + self.timeout, self.own.words, self.of[rank]
+        assert box is not None
+        while words[slot] > 0 and box.words[self.begun[rank]] <= old + SLOTS // 2:
+            if time.monotonic() > end or box.has_ended():
                 raise dist.DistBackendError(
                     f"rank {rank} has not received a message within {self.timeout:.0f} s; {SLOTS} are under way"
                 )
             time.sleep(0.001)
-        words[slot + 1] = self.own.put(pieces)
-        words[slot] = number + 1
-        self.own.wake(slot)
+        if words[slot] > 0:
+            self.own.discard(words[slot + 1])
 
     def receive(self, rank: int, number: int, nbytes: int) -> Tensor:
         """The bytes that another rank sends; blocks until they are there.
@@ -80,24 +86,13 @@ class Mail:
         box = self.of[rank]
         assert box is not None
         slot, words = self.heard[rank] + 2 * (number % SLOTS), box.words
+        if words[slot] > number + 1:
+            raise dist.DistBackendError(f"message {number} of rank {rank} is lost: {SLOTS} others have come since")
         if words[slot] != number + 1:
             self._wait_for(rank, box, slot, number + 1)
         at = words[slot + 1]
         words[slot] = -number - 1
         return box.letter(at, nbytes)
-
-    def forget(self, rank: int, number: int) -> None:
-        """Nobody will receive this message; it may come later, or have been received."""
-        self._unwanted.append((rank, number))
-
-    def _drop(self, rank: int, number: int) -> bool:
-        """Receive a message that nobody wants, if it is there; whether that is done."""
-        box = self.of[rank]
-        assert box is not None
-        slot = self.heard[rank] + 2 * (number % SLOTS)
-        if box.words[slot] == number + 1:
-            self.receive(rank, number, 1)  # the tensor is gone at once, and its place free
-        return abs(box.words[slot]) > number
 
     def _wait_for(self, rank: int, box: Inbox, slot: int, wanted: int) -> None:
         end, words = time.monotonic() + self.timeout, box.words
@@ -126,18 +121,17 @@ _MAIL: WeakKeyDictionary[ProcessGroup, Mail | None] = WeakKeyDictionary()
 def _meet(pg: ProcessGroup, device: torch.device) -> Mail | None:
     """Exchange addresses, and whether each can read all."""
     n, me, own = pg.size(), pg.rank(), outbox()
-    lines = own.reserve(16 * SLOTS * n) // 8 if own is not None else 0
+    lines = own.reserve(16 * SLOTS * n + 8) // 8 if own is not None else 0
     addresses = _gathered([os.getpid(), own.fd, own.token, lines] if own is not None else [0, -1, 0, 0], pg)
     of = tuple(None if r == me else _inbox(*a[:3]) for r, a in enumerate(addresses))
     reads_all = all(box is not None for r, box in enumerate(of) if r != me)
     all_read = all(all(row) for row in _gathered([int(reads_all)], pg))
     if own is None or not all_read:
         return None
-    begins = [a[3] for a in addresses]
+    begins, line = [a[3] for a in addresses], 2 * SLOTS
     timeout = pg._get_backend(device).options._timeout.total_seconds()
-    return Mail(
-        own, of, tuple(begins[me] + 2 * SLOTS * r for r in range(n)), tuple(b + 2 * SLOTS * me for b in begins), timeout
-    )
+    told, heard = tuple(begins[me] + line * r for r in range(n)), tuple(b + line * me for b in begins)
+    return Mail(me, own, of, told, heard, timeout, tuple(b + line * n for b in begins))
 
 
 def _inbox(*address: int) -> Inbox | None:

@@ -88,6 +88,10 @@ class Outbox(_Memory):
             part.view(piece.shape).copy_(piece.detach())
         return at
 
+    def discard(self, at: int) -> None:
+        """The message that lies at `at` will not be read."""
+        self._map[at] = 0
+
     def _room(self, nbytes: int) -> int:
         """A place for a message: one whose message has been read, or a new one. Rooms are powers of two."""
         waiting = []

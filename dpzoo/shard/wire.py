@@ -132,13 +132,6 @@ class PendingMail:
             self._parts = [self._part(rank, n) for rank, n in enumerate(self._lengths)]
         return self._parts
 
-    def __del__(self) -> None:
-        """An error came between: the places of the messages are needed again."""
-        if self._parts is None:
-            for rank, length in enumerate(self._lengths):
-                if length and self._mail.of[rank] is not None:
-                    self._mail.forget(rank, self._number)
-
     def _part(self, rank: int, length: int) -> Tensor:
         if self._mail.of[rank] is None:
             return self._here
