@@ -65,7 +65,7 @@ class Mail:
         self.own.wake(slot)
 
     def _clear(self, rank: int, slot: int, old: int) -> None:
-        """Wait until the old message of a slot has been received; after an error it is lost: the rank is far beyond it."""
+        """Wait until the old message of a slot has been received, or is lost: the rank, after an error, is far beyond."""
         end, words, box = time.monotonic() + self.timeout, self.own.words, self.of[rank]
         assert box is not None
         while words[slot] > 0 and box.words[self.begun[rank]] <= old + SLOTS // 2:
@@ -86,7 +86,7 @@ class Mail:
         box = self.of[rank]
         assert box is not None
         slot, words = self.heard[rank] + 2 * (number % SLOTS), box.words
-        if words[slot] > number + 1:
+        if abs(words[slot]) > number + 1:
             raise dist.DistBackendError(f"message {number} of rank {rank} is lost: {SLOTS} others have come since")
         if words[slot] != number + 1:
             self._wait_for(rank, box, slot, number + 1)
