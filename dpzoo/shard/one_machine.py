@@ -65,7 +65,7 @@ class Mail:
         self.own.wake(slot)
 
     def _clear(self, rank: int, slot: int, old: int) -> None:
-        """Wait until the old message of a slot has been received, or is lost: the rank, after an error, is far beyond."""
+        """Wait until the old message of a slot has been received, or is lost: an error left it far behind."""
         end, words, box = time.monotonic() + self.timeout, self.own.words, self.of[rank]
         assert box is not None
         while words[slot] > 0 and box.words[self.begun[rank]] <= old + SLOTS // 2:
