@@ -32,7 +32,8 @@ class Mail:
     more than its number; minus that when it has been received.
 
     Attributes:
-        own: where this rank leaves its messages.
+        me: this rank.
+        own: where it leaves its messages.
         of: the outboxes of all ranks; None for this one.
         told: per rank the word with which the line for it begins, in `own`.
         heard: per rank the word with which the line for this rank begins, in that rank's outbox.

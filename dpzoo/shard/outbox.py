@@ -52,6 +52,10 @@ class _Memory:
         """Until somebody wakes those who sleep at a word, or some time is over; not if the word is not `seen`."""
         futex.wait(self._address + 8 * word, seen & 0xFFFFFFFF, seconds)
 
+    def discard(self, at: int) -> None:
+        """Nobody reads the message that lies at `at` any more: its place is free."""
+        self._map[at] = 0
+
 
 class Outbox(_Memory):
     """The messages of this process that others have not read yet."""
@@ -87,10 +91,6 @@ class Outbox(_Memory):
         for part, piece in zip(place.split([p.numel() for p in pieces]), pieces, strict=True):
             part.view(piece.shape).copy_(piece.detach())
         return at
-
-    def discard(self, at: int) -> None:
-        """The message that lies at `at` will not be read."""
-        self._map[at] = 0
 
     def _room(self, nbytes: int) -> int:
         """A place for a message: one whose message has been read, or a new one. Rooms are powers of two."""
@@ -132,7 +132,7 @@ class Inbox(_Memory):
     def letter(self, at: int, nbytes: int) -> Tensor:
         """The message that lies at `at`, there: its place is free again when nothing uses this tensor any more."""
         place = (ctypes.c_char * nbytes).from_buffer(self._map, at + FRONT)
-        weakref.finalize(place, self._map.__setitem__, at, 0).atexit = False
+        weakref.finalize(place, self.discard, at).atexit = False
         return torch.frombuffer(place, dtype=torch.uint8)
 
     def has_ended(self) -> bool:
