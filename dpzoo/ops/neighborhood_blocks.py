@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dpzoo.ops.masked_attention import attend, attend_backward, attend_differentiably, wide_dtype
-from dpzoo.ops.neighborhood_patches import Job, Patch, alike_patches
+from dpzoo.ops.neighborhood_patches import Job, Patch, View, alike_patches
 from dpzoo.ops.neighborhood_window import Axis
 
 # Elements of the keys of one call, and of its scores, by device type: the size of a cache, and what fills a GPU.
@@ -99,8 +99,9 @@ def backward_into(
     at: Geometry,
 ) -> None:
     """Gradients of `forward`, into tensors that are given."""
+    lse = lse.unsqueeze(-1)
     for patch, bias in _calls(q, k, table, at):
-        gq, oq, logs = (_stack(t, patch, "queries") for t in (g, out, lse.unsqueeze(-1)))
+        gq, oq, logs = (_stack(t, patch, "queries") for t in (g, out, lse))
         pq, pk, pv, dscores = attend_backward(
             gq, *_inputs(q, k, v, patch), bias, oq, logs.squeeze(-1), at.scale, into.table is not None
         )
@@ -203,20 +204,17 @@ def _blocks(t: Tensor, patch: Patch, which: str) -> Tensor:
 
     Those of keys overlap: for reading, or a part of the patch at a time.
     """
-    spans = [getattr(block, which) for block in patch.first]
-    ndim, stride = len(spans), t.stride()
-    grid = stride[1 : 1 + ndim]
-    between = [step * grid[i // 2] for i, step in enumerate(patch.steps)]
-    inside = [step * s for (_, _, step), s in zip(spans, grid, strict=True)]
-    start = t.storage_offset() + sum(first * s for (first, _, _), s in zip(spans, grid, strict=True))
-    size = (t.shape[0], *patch.counts, *(len(range(*span)) for span in spans), *t.shape[1 + ndim :])
-    return t.as_strided(size, (stride[0], *between, *inside, *stride[1 + ndim :]), start)
+    return _viewed(t, patch.view_of(t.shape, t.stride(), which))
+
+
+def _viewed(t: Tensor, view: View) -> Tensor:
+    return t.as_strided(view.size, view.stride, t.storage_offset() + view.start)
 
 
 def _stack(t: Tensor, patch: Patch, which: str) -> Tensor:
     """The blocks' "queries" or "keys" in (B, *grid, H, C) as (B * blocks, H, positions, C)."""
-    ndim = len(patch.first)
-    stacked = _blocks(t, patch, which).flatten(0, 2 * ndim).flatten(1, ndim).transpose(1, 2)
+    view = patch.view_of(t.shape, t.stride(), which)
+    stacked = _viewed(t, view).reshape(view.stacked).transpose(1, 2)
     # Where this is a view of t, its channels may be apart; torch's flash kernels take them for neighbours.
     return stacked if stacked.stride(-1) == 1 else stacked.contiguous()
 

@@ -20,6 +20,22 @@ Job = tuple[Block, ...]  # one block per dim
 
 
 @dataclass(frozen=True)
+class View:
+    """A view that holds all blocks of a patch.
+
+    Attributes:
+        size, stride: (B, *counts, *size of a block, ...).
+        start: of the first element, from where the tensor begins.
+        stacked: the size with the blocks in one dim, and with the positions of a block: (B * blocks, positions, ...).
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    stacked: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Patch:
     """Blocks with the same mask that lie regularly in the grid.
 
@@ -44,6 +60,28 @@ class Patch:
         """The patch in parts, each an index into `counts`: the blocks of a part have no key in common."""
         pairs = zip(self.counts, self.overlaps, strict=True)
         return tuple(itertools.product(*([slice(i, None, n) for i in range(min(count, n))] for count, n in pairs)))
+
+    @cached_property
+    def _views(self) -> dict[object, View]:
+        return {}
+
+    def view_of(self, shape: tuple[int, ...], stride: tuple[int, ...], which: str) -> View:
+        """How the blocks' "queries" or "keys" lie in a tensor (B, *grid, ...) of this shape and stride."""
+        key = (which, shape, stride)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._view_of(shape, stride, [getattr(block, which) for block in self.first])
+        return view
+
+    def _view_of(self, shape: Sequence[int], stride: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> View:
+        ndim = len(spans)
+        grid, others = stride[1 : 1 + ndim], stride[1 + ndim :]
+        between = [step * grid[i // 2] for i, step in enumerate(self.steps)]
+        inside = [step * s for (_, _, step), s in zip(spans, grid, strict=True)]
+        start = sum(first * s for (first, _, _), s in zip(spans, grid, strict=True))
+        sizes, each = [len(range(*span)) for span in spans], shape[1 + ndim :]
+        stacked = (shape[0] * math.prod(self.counts), math.prod(sizes), *each)
+        return View((shape[0], *self.counts, *sizes, *each), (stride[0], *between, *inside, *others), start, stacked)
 
     def cut(self, room: int) -> Iterator[Patch]:
         """In patches that have at most `room` blocks each."""
